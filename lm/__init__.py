@@ -1,0 +1,1 @@
+"""Llama language models with any feed-forward kind of `moa`."""

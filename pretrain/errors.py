@@ -1,0 +1,25 @@
+"""Mistakes that the user can mend, told in one line."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+
+EXIT_CODE = 2
+
+
+class UserError(Exception):
+    """A mistake in a configuration, a file or a checkpoint: the message says what, where and what to do, in one line."""
+
+
+def command(main: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the entry point of a command: a `UserError` becomes one line on stderr and exit code 2."""
+
+    @wraps(main)
+    def run(*args, **kwargs) -> None:
+        try:
+            main(*args, **kwargs)
+        except UserError as error:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            sys.exit(EXIT_CODE)
+
+    return run
