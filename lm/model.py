@@ -1,0 +1,196 @@
+"""Llama with any feed-forward kind of `moa`: mathematics only.
+
+A decoder-only Transformer: rotary positions, RMSNorm before each sublayer, multi-head attention, no biases, untied
+embedding and head (Touvron et al. 2023; the paper's section 5 and appendix 7.1).
+
+Shapes: B batch, L length, D model width, H heads, K head size, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moa
+from moa import FFNConfig
+
+# Targets with this value are no targets: the padding behind the last document.
+IGNORE_INDEX = -100
+
+
+@dataclass
+class LlamaConfig:
+    """The size of a Llama.
+
+    Raises:
+        ValueError: if the sizes do not fit together.
+    """
+
+    vocab_size: int = 50_304
+    d_model: int = 768
+    n_layers: int = 6
+    n_heads: int = 12
+    ffn: FFNConfig = field(default_factory=FFNConfig)
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}: it has to be at least 1")
+        if self.d_model % self.n_heads or self.head_size % 2:
+            raise ValueError(
+                f"model.d_model {self.d_model} over model.n_heads {self.n_heads} has to be an even head size: "
+                "rotary positions turn pairs of channels"
+            )
+
+    @property
+    def head_size(self) -> int:
+        return self.d_model // self.n_heads
+
+
+def rotary_tables(positions: torch.Tensor, head_size: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine of the rotation angles (Su et al. 2021), each (..., L, K) in float32.
+
+    Channels k and k + K/2 form a pair that turns by position * base^(-2k / K).
+    """
+    exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size
+    angles = positions[..., None].float() / base**exponents
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BHLK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn queries or keys by their position."""
+    first, second = x_BHLK.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x_BHLK * cos + turned * sin).to(x_BHLK.dtype)
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention; with a mask, only within each document."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.q = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.k = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.v = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.o = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(
+        self, x_BLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        q, k, v = (linear(x_BLD).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out_BHLK = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o(out_BHLK.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind its norm and beside the residual stream."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.ffn = config.ffn.build(config.d_model)
+
+    def forward(
+        self, x_BLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        x_BLD = x_BLD + self.attn(self.attn_norm(x_BLD), cos, sin, mask)
+        return x_BLD + self.ffn(self.ffn_norm(x_BLD))
+
+
+class Llama(nn.Module):
+    """A Llama language model.
+
+    Initialisation, all in `reset_parameters`:
+
+    | parameters                                   | start                                                    |
+    |----------------------------------------------|----------------------------------------------------------|
+    | embedding, head, attention, FFN projections  | N(0, init_std^2)                                         |
+    | gates u, v                                   | N(0, ffn.gate_init_std^2), init_std unless set           |
+    | coefficients alpha, beta                     | ffn.coefficient_init                                     |
+    | norm scales                                  | 1                                                        |
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw fresh weights, as the table above says."""
+        config = self.config
+        for module in self.modules():
+            if isinstance(module, nn.RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, moa.FFN):
+                config.ffn.reset(module, std=config.init_std)
+        for module in (self.embed, self.head, *(linear for block in self.blocks for linear in block.attn.children())):
+            nn.init.normal_(module.weight, std=config.init_std)
+
+    def forward(self, tokens_BL: torch.Tensor, segments_BL: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits of the next token, (B, L, V).
+
+        Args:
+            tokens_BL: token ids.
+            segments_BL: number of each token's document; attention and positions then stay within a document.
+        """
+        if segments_BL is None:
+            positions, mask = torch.arange(tokens_BL.shape[1], device=tokens_BL.device), None
+        else:
+            positions, mask = document_positions(segments_BL)[:, None], document_mask(segments_BL)
+        cos, sin = rotary_tables(positions, self.config.head_size, self.config.rope_base)
+        x_BLD = self.embed(tokens_BL)
+        for block in self.blocks:
+            x_BLD = block(x_BLD, cos, sin, mask)
+        return self.head(self.norm(x_BLD))
+
+
+def document_positions(segments_BL: torch.Tensor) -> torch.Tensor:
+    """Return each token's position within its document, (B, L)."""
+    index = torch.arange(segments_BL.shape[1], device=segments_BL.device)
+    starts = torch.ones_like(segments_BL, dtype=torch.bool)
+    starts[:, 1:] = segments_BL[:, 1:] != segments_BL[:, :-1]
+    return index - torch.where(starts, index, 0).cummax(dim=1).values
+
+
+def document_mask(segments_BL: torch.Tensor) -> torch.Tensor:
+    """Return which key (last axis) each query may see: earlier ones of its own document, (B, 1, L, L) bool."""
+    same = segments_BL[:, :, None] == segments_BL[:, None, :]
+    return same.tril()[:, None]
+
+
+def num_parameters(config: LlamaConfig) -> dict[str, int]:
+    """Return the number of parameters by role, in closed form: N = 2 V d + L (4 d^2 + FFN + 2 d) + d in all."""
+    d, layers, ffn = config.d_model, config.n_layers, config.ffn
+    projections, in_all = ffn.num_projection_parameters(d), ffn.num_parameters(d)
+    return {
+        "embedding": config.vocab_size * d,
+        "attention": layers * 4 * d * d,
+        "ffn": layers * projections,
+        "gates": layers * (in_all - projections),
+        "norm": layers * 2 * d + d,
+        "head": config.vocab_size * d,
+    }
+
+
+def flops_per_token(config: LlamaConfig, length: int) -> int:
+    """Return the floating-point operations of one token in training: forward and, twice as much, backward.
+
+    Matrix products only, 2 per multiply-add, as MFU is counted (Chowdhery et al. 2022, appendix B): attention scores and
+    their use of the values over the whole `length`, although half of it is masked.
+    """
+    d = config.d_model
+    per_layer = 2 * 4 * d * d + 2 * 2 * length * d + config.ffn.flops_per_token(d)
+    return 3 * (config.n_layers * per_layer + 2 * config.vocab_size * d)

@@ -1,0 +1,250 @@
+"""What a person sees of a running job: the progress bar, the gates of its layers, a clean stop."""
+
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import nn
+from tqdm.auto import tqdm
+
+from pretrain.checkpoint import Checkpoints
+from pretrain.metrics import StepMetrics, log_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from pretrain.module import PretrainModule
+
+
+def find_callback(trainer: L.Trainer, kind: type) -> Any:
+    """Return the trainer's callback of a class, or None."""
+    return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)  # type: ignore[attr-defined]
+
+
+def log_figure(trainer: L.Trainer, tag: str, figure: "Figure") -> None:
+    """Send a matplotlib figure to TensorBoard, at the number of optimizer steps done."""
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+            logger.experiment.add_figure(tag, figure, global_step=trainer.global_step)
+
+
+class StepProgress(ProgressBar):
+    """One bar over the whole run, in optimizer steps: time left, loss, speed, and the last validation loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bar: tqdm | None = None
+        self._enabled = True
+        self._validation: dict[str, str] = {}
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: "PretrainModule") -> None:  # type: ignore[override]
+        visible = self._enabled and trainer.is_global_zero
+        self._bar = tqdm(
+            total=trainer.max_steps,
+            initial=trainer.global_step,
+            desc="training",
+            unit="step",
+            disable=not visible,
+            dynamic_ncols=True,
+            mininterval=0.5 if sys.stderr.isatty() else 10.0,  # a log file wants few lines
+        )
+
+    def on_train_batch_end(  # type: ignore[override]
+        self, trainer: L.Trainer, pl_module: "PretrainModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._bar is None or trainer.global_step == self._bar.n:
+            return
+        self._bar.set_postfix({**self._speed(trainer, pl_module), **self._validation}, refresh=False)
+        self._bar.update(trainer.global_step - self._bar.n)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._bar is not None:
+            self._bar.set_description("validating")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._bar is None:
+            return
+        for name in ("val/bpb", "val/loss"):
+            if name in trainer.callback_metrics:
+                self._validation = {name: f"{float(trainer.callback_metrics[name]):.3f}"}
+                break
+        self._bar.set_description("training")
+
+    def on_train_end(self, *_: Any) -> None:
+        self._close()
+
+    def on_exception(self, *_: Any) -> None:
+        self._close()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        tqdm.write(" ".join(map(str, args)))
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _speed(self, trainer: L.Trainer, pl_module: "PretrainModule") -> dict[str, str]:
+        latest = find_callback(trainer, StepMetrics).latest
+        if not latest:
+            return {}
+        rate = latest[f"perf/{pl_module.unit}_per_second"]
+        return {"loss": f"{latest['train/loss']:.3f}", f"{pl_module.unit}/s": f"{rate:,.0f}"}
+
+
+class StopSignal(L.Callback):
+    """Ctrl-C ends the run after the step at hand, with a checkpoint; a second Ctrl-C ends it at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: Any = None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        try:
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        except ValueError:  # not in the main thread: a program around us handles its signals
+            self._previous = None
+
+    def _on_signal(self, *_: Any) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        tqdm.write("stopping after this step (press Ctrl-C again to stop at once)")
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        if args[-1] % trainer.accumulate_grad_batches != trainer.accumulate_grad_batches - 1:
+            return
+        requested = self.requested
+        if trainer.world_size > 1:  # the ranks hear of it at different steps
+            requested = trainer.strategy.reduce_boolean_decision(requested, all=False)
+        if requested:
+            self.requested = True
+            find_callback(trainer, Checkpoints).save_last(trainer)
+            trainer.limit_val_batches = 0  # no validation on the way out
+            trainer.should_stop = True
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
+
+
+class GateStatistics(L.Callback):
+    """Show, at every validation, how the layers with token-dependent gates mix their activations.
+
+    For each layer and gate, over the tokens of the first validation batch: `gates/LAYER/GATE/ACTIVATION/mean` and
+    `/spread` (standard deviation over tokens: 0 means that the gate ignores its input), `gates/LAYER/GATE/entropy`
+    (of the mix |pi_k| / sum |pi|, in units of log m: 1 is an even mix), and one picture of all means. For learnable
+    activations the coefficients are shown in the same way.
+    """
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: "PretrainModule",  # type: ignore[override]
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if batch_idx > 0 or trainer.sanity_checking:
+            return
+        assert pl_module.model is not None
+        layers = {name: module for name, module in pl_module.model.named_modules() if hasattr(module, "gate_labels")}
+        gated = {name: module for name, module in layers.items() if module.gate_labels()}
+        inputs = _layer_inputs(pl_module, gated, batch) if gated else {}
+        metrics: dict[str, float] = {}
+        pictures: dict[str, dict[str, dict[str, float]]] = {}
+        for name, module in layers.items():
+            mixes = gate_mixes(module, inputs[name]) if name in gated else coefficient_mixes(module)
+            for gate, mix in mixes.items():
+                metrics |= {f"gates/{name}/{gate}/{key}": value for key, value in mix.items()}
+                means = {key.removesuffix("/mean"): value for key, value in mix.items() if key.endswith("/mean")}
+                pictures.setdefault(gate, {})[name] = means
+        if metrics:
+            log_metrics(trainer, metrics)
+        if trainer.is_global_zero:
+            for gate, rows in pictures.items():
+                log_figure(trainer, f"gates/{gate}", mix_figure(gate, rows))
+
+
+@torch.no_grad()
+def _layer_inputs(pl_module: "PretrainModule", layers: dict[str, nn.Module], batch: Any) -> dict[str, torch.Tensor]:
+    """Run the batch once more and return what each layer is given, (tokens, d)."""
+    inputs: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Any:
+        return lambda module, args: inputs.__setitem__(name, args[0].detach().flatten(0, -2))
+
+    hooks = [module.register_forward_pre_hook(keep(name)) for name, module in layers.items()]
+    try:
+        # Compiled blocks would pass over hooks that were added later.
+        with torch.compiler.set_stance("force_eager"):
+            pl_module.loss(batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return inputs
+
+
+@torch.no_grad()
+def gate_mixes(layer: Any, x: torch.Tensor) -> dict[str, dict[str, float]]:
+    """Return, per gate of an FFN layer, mean and spread of each activation's weight and the entropy of the mix.
+
+    Args:
+        layer: a module with `gates(x)` and `gate_labels()`.
+        x: the layer's input, (tokens, d).
+    """
+    mixes = {}
+    for gate, weights in layer.gates(x).items():
+        weights = weights.float()  # (tokens, m)
+        share = weights.abs() / weights.abs().sum(-1, keepdim=True).clamp_min(1e-12)
+        entropy = -(share * share.clamp_min(1e-12).log()).sum(-1).mean() / max(torch.tensor(weights.shape[-1]).log(), 1e-12)
+        labels = layer.gate_labels()[gate]
+        spread = weights.std(0, correction=0)
+        mixes[gate] = {
+            **{f"{label}/mean": value for label, value in zip(labels, weights.mean(0).tolist(), strict=True)},
+            **{f"{label}/spread": value for label, value in zip(labels, spread.tolist(), strict=True)},
+            "entropy": float(entropy),
+        }
+    return mixes
+
+
+def coefficient_mixes(layer: Any) -> dict[str, dict[str, float]]:
+    """Return the coefficients of a learnable-activation layer in the form of `gate_mixes`; {} for other layers."""
+    mixes = {}
+    for name, values in layer.coefficients().items():
+        labels = layer.coefficient_labels()[name]
+        mixes[name] = {
+            f"{label}/mean": value for label, value in zip(labels, values.detach().float().tolist(), strict=True)
+        }
+    return mixes
+
+
+def mix_figure(gate: str, rows: dict[str, dict[str, float]]) -> "Figure":
+    """Draw the mean weight of every activation (columns) in every layer (rows)."""
+    from matplotlib.figure import Figure
+
+    labels = list(next(iter(rows.values())))
+    values = [[row.get(label, float("nan")) for label in labels] for row in rows.values()]
+    figure = Figure(figsize=(2.5 + 0.7 * len(labels), 1.2 + 0.35 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(values, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_title(f"mean weight of each activation ({gate})")
+    for row, line in enumerate(values):
+        for column, value in enumerate(line):
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", color="white", fontsize=7)
+    figure.colorbar(image, ax=axes)
+    return figure

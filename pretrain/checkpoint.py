@@ -1,0 +1,133 @@
+"""Checkpoints: when they are written, where they are found, and how their weights are read. Nothing in one is executed."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from torch import nn
+
+from pretrain.errors import UserError
+
+LAST = "last.ckpt"
+BEST = "best.ckpt"
+
+
+def find_checkpoint(run_or_file: str | Path) -> Path:
+    """Return the checkpoint file of a run folder (its last one) or the file itself.
+
+    Raises:
+        UserError: if there is none.
+    """
+    path = Path(run_or_file).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        last = path / "checkpoints" / LAST
+        if last.is_file():
+            return last
+        raise UserError(f"{path} holds no checkpoints/{LAST}: give the folder of a run that has saved, or a .ckpt file")
+    raise UserError(f"{path} does not exist: give the folder of a run or a .ckpt file")
+
+
+def read_checkpoint(file: str | Path) -> dict[str, Any]:
+    """Load a checkpoint file to the CPU: tensors and primitives only.
+
+    Raises:
+        UserError: if the file is damaged or holds anything else.
+    """
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{file} is no readable checkpoint ({reason}): use another checkpoint of the run") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise UserError(f"{file} is no checkpoint of this suite: it has no entry 'state_dict'")
+    return checkpoint
+
+
+def model_weights(checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the model's own state dict from a checkpoint of its LightningModule."""
+    prefix = "model."
+    return {name.removeprefix(prefix): value for name, value in checkpoint["state_dict"].items()}
+
+
+def check_same_architecture(model: nn.Module, checkpoint: dict[str, Any], where: str) -> None:
+    """Raise a UserError, naming the first differences, unless the weights fit the model exactly."""
+    weights = {name: tuple(value.shape) for name, value in model_weights(checkpoint).items()}
+    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    if weights == wanted:
+        return
+    missing = sorted(set(wanted) - set(weights))
+    unknown = sorted(set(weights) - set(wanted))
+    differ = [
+        f"{name} {weights[name]} instead of {wanted[name]}"
+        for name in sorted(set(weights) & set(wanted))
+        if weights[name] != wanted[name]
+    ]
+    parts = [
+        f"{len(names)} {what} ({', '.join(names[:2])}{', ..' if len(names) > 2 else ''})"
+        for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", differ))
+        if names
+    ]
+    raise UserError(
+        f"{where} belongs to another architecture, parameters {' and '.join(parts)}: "
+        "set the model's keys as in the run that wrote it (its config.yaml)"
+    )
+
+
+def load_weights(model: nn.Module, run_or_file: str | Path) -> None:
+    """Copy the weights of a checkpoint into the model; optimizer, schedule and data position are left out."""
+    file = find_checkpoint(run_or_file)
+    checkpoint = read_checkpoint(file)
+    check_same_architecture(model, checkpoint, str(file))
+    model.load_state_dict(model_weights(checkpoint))
+
+
+class Checkpoints(Checkpoint):
+    """Save `last.ckpt` at an interval and at the end, and `best.ckpt` whenever the validation loss improves.
+
+    Args:
+        folder: where they go.
+        every_n_steps: optimizer steps between two saves.
+        monitor: the validation metric that decides the best; lower is better.
+    """
+
+    def __init__(self, folder: str | Path, every_n_steps: int = 1000, monitor: str = "val/loss") -> None:
+        self.folder = Path(folder)
+        self.every_n_steps = every_n_steps
+        self.monitor = monitor
+        self.best: float | None = None
+        self._saved_step = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = state_dict["best"]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._saved_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        # The first micro-batch end that sees a new step is the one that made it: nothing is half accumulated.
+        if trainer.global_step != self._saved_step and trainer.global_step % self.every_n_steps == 0:
+            self.save_last(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        value = trainer.callback_metrics.get(self.monitor)
+        if trainer.sanity_checking or value is None:
+            return
+        if self.best is None or float(value) < self.best:
+            self.best = float(value)
+            trainer.save_checkpoint(self.folder / BEST)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step != self._saved_step:
+            self.save_last(trainer)
+
+    def save_last(self, trainer: L.Trainer) -> None:
+        """Write `last.ckpt`; call it on every rank, between two optimizer steps."""
+        trainer.save_checkpoint(self.folder / LAST)
+        self._saved_step = trainer.global_step

@@ -1,0 +1,252 @@
+"""The command line of a pre-training run, the same for both domains: LightningCLI with a run folder around it."""
+
+import difflib
+import logging
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning as L
+import yaml
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+
+from pretrain.callbacks import GateStatistics, StepProgress, StopSignal, find_callback
+from pretrain.checkpoint import Checkpoints, check_same_architecture, find_checkpoint, read_checkpoint
+from pretrain.data import PretrainData
+from pretrain.errors import EXIT_CODE, UserError
+from pretrain.metrics import CsvLogger, StepMetrics
+from pretrain.module import PretrainModule
+from pretrain.plan import apply_plan
+from pretrain.run import CONFIG, METRICS, RunRecord, new_run_folder
+
+INTERRUPTED_EXIT_CODE = 130  # what a shell reports of a program that Ctrl-C ended
+
+TRAINER_DEFAULTS = {
+    "log_every_n_steps": 10,
+    "num_sanity_val_steps": 0,
+    "enable_model_summary": False,  # the run's own table of parameters says more
+    "use_distributed_sampler": False,  # the loaders know their ranks
+}
+
+
+class OneLineParser(LightningArgumentParser):
+    """A parser whose errors are one line: what is wrong, and the nearest valid key."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        text = " ".join(message.split())
+        print(f"error: {text}{self._suggestion(text)} (--help lists all keys)", file=sys.stderr)
+        sys.exit(EXIT_CODE)
+
+    def _suggestion(self, message: str) -> str:
+        keys = [action.dest for action in self._actions]
+        for word in message.replace('"', " ").replace("'", " ").replace("=", " ").split():
+            key = word.strip(".,:").removeprefix("--")
+            if "." in key and key not in keys and (near := difflib.get_close_matches(key, keys, n=1, cutoff=0.75)):
+                return f": did you mean {near[0]}?"
+        return ""
+
+
+class PretrainCLI(LightningCLI):
+    """Parse a run's configuration and build its parts; nothing is written yet."""
+
+    def __init__(self, model_class: type, data_class: type, *, prog: str, description: str, args: list[str]) -> None:
+        super().__init__(
+            model_class,
+            data_class,
+            save_config_callback=None,
+            trainer_defaults=dict(TRAINER_DEFAULTS),
+            seed_everything_default=0,
+            parser_class=OneLineParser,
+            parser_kwargs={"prog": prog, "description": description},
+            args=args,
+            run=False,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--name", type=str, default="run", help="The run's name: it goes to runs_dir/name/TIME.")
+        parser.add_argument("--runs_dir", type=str, default="runs", help="Where the folders of runs lie.")
+        parser.add_argument(
+            "--resume",
+            type=str | None,
+            default=None,
+            help="Folder of a run (or one of its checkpoints) to continue exactly, with its own configuration.",
+        )
+        parser.add_argument(
+            "--init_from",
+            type=str | None,
+            default=None,
+            help="Folder of a run, or a checkpoint, whose weights a new run starts from (nothing else is taken).",
+        )
+        parser.add_argument(
+            "--checkpoint_every_n_steps", type=int, default=1000, help="Optimizer steps between two last.ckpt."
+        )
+        for name in self.model_class.cli_links():  # type: ignore[union-attr]
+            parser.add_argument(f"--{name}", type=float | None, default=None, help=self.model_class.cli_links()[name])  # type: ignore[union-attr]
+            parser.link_arguments(name, f"model.{name}")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        # LightningCLI warns of `args` beside a non-empty sys.argv, though here they are the same.
+        self.config = parser.parse_args(args)
+
+    def before_instantiate_classes(self) -> None:
+        if self.config.checkpoint_every_n_steps < 1:
+            raise UserError("checkpoint_every_n_steps has to be at least 1")
+        self.checkpoint = find_checkpoint(self.config.resume) if self.config.resume else None
+        self.folder = (
+            self.checkpoint.parent.parent
+            if self.checkpoint is not None
+            else new_run_folder(self.config.runs_dir, self.config.name)
+        )
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except (ValueError, TypeError) as error:
+            raise UserError(str(error)) from error
+        self.model.run_config = yaml.safe_load(self.config_text())
+        if self.config.init_from and self.checkpoint is None:
+            self.model.init_from = self.config.init_from
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        chosen = self._get(self.config_init, "trainer")
+        resumed_step = read_checkpoint(self.checkpoint)["global_step"] if self.checkpoint is not None else 0
+        user = chosen.get("callbacks") or []
+        callbacks = [*(user if isinstance(user, list) else [user]), *self._callbacks(user)]
+        logger = chosen.get("logger")
+        return super().instantiate_trainer(
+            callbacks=callbacks, logger=logger if logger is False else self._loggers(logger, resumed_step), **kwargs
+        )
+
+    def _callbacks(self, user: Any) -> list[Callback]:
+        """The services of every run; the checkpoints come last, so that they hold what the others have done."""
+        return [
+            StepMetrics(),
+            GateStatistics(),
+            *self.model.callbacks(),
+            StepProgress(),
+            RunRecord(self.folder, self.config_text()),
+            StopSignal(),
+            Checkpoints(self.folder / "checkpoints", self.config.checkpoint_every_n_steps),
+        ]
+
+    def _loggers(self, chosen: Any, resumed_step: int) -> list[Logger]:
+        csv = CsvLogger(self.folder / METRICS, keep_until_step=resumed_step)
+        if chosen is None or chosen is True:
+            # Points past the resumed step are of a life that the checkpoint does not know.
+            purge = {"purge_step": resumed_step + 1} if resumed_step else {}
+            return [TensorBoardLogger(str(self.folder), name="", version="", **purge), csv]
+        return [*(chosen if isinstance(chosen, list) else [chosen]), csv]
+
+    def config_text(self) -> str:
+        """Return the complete configuration as YAML: running it again repeats the run."""
+        config = self.config.clone()
+        config.pop("config", None)
+        config["resume"] = None
+        return self.parser.dump(config, skip_none=False)
+
+
+@dataclass
+class FinishedRun:
+    """What is left in memory after `fit`."""
+
+    folder: Path
+    module: PretrainModule
+    data: PretrainData
+    trainer: L.Trainer
+
+    def print_report(self) -> None:
+        """Say how it ended and where everything lies."""
+        metrics = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("val/")}
+        if metrics:
+            print("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        print(f"run folder  {self.folder}")
+        print(f"look at it  tensorboard --logdir {self.folder}")
+
+
+def fit(
+    model_class: type, data_class: type, *, prog: str, description: str, demo_config: Path, args: list[str] | None = None
+) -> FinishedRun:
+    """Parse, check everything, train; print where the run lies.
+
+    Args:
+        demo_config: used when the arguments name neither `--config` nor `--resume`.
+        args: command-line arguments; default: those of the process.
+
+    Raises:
+        UserError: before anything is written, whatever is wrong with configuration, data or checkpoint.
+    """
+    quieten_libraries()
+    arguments = with_config(sys.argv[1:] if args is None else args, demo_config)
+    cli = PretrainCLI(model_class, data_class, prog=prog, description=description, args=arguments)
+    module, data, trainer = cli.model, cli.datamodule, cli.trainer
+    data.prepare_data()
+    data.setup("fit")
+    module.check_data(data)
+    module.plan = module.make_plan(trainer, data)
+    check_weights(cli)
+    apply_plan(trainer, module.plan)
+    if trainer.is_global_zero:
+        print(module.description(data), flush=True)
+        print(f"run folder {cli.folder}", flush=True)
+    trainer.fit(module, datamodule=data, ckpt_path=str(cli.checkpoint) if cli.checkpoint else None, weights_only=True)
+    if find_callback(trainer, StopSignal).requested:
+        if trainer.is_global_zero:
+            print(f"stopped at step {trainer.global_step}: go on with `{prog} --resume {cli.folder}`")
+        sys.exit(INTERRUPTED_EXIT_CODE)
+    return FinishedRun(cli.folder, module, data, trainer)
+
+
+def with_config(arguments: list[str], demo_config: Path) -> list[str]:
+    """Put the configuration that the arguments imply in front of them, so that they override it."""
+
+    def value_of(option: str) -> str | None:
+        for position, argument in enumerate(arguments):
+            if argument == option and position + 1 < len(arguments):
+                return arguments[position + 1]
+            if argument.startswith(option + "="):
+                return argument.split("=", 1)[1]
+        return None
+
+    resumed = value_of("--resume")
+    if resumed is not None:
+        config = find_checkpoint(resumed).parent.parent / CONFIG
+        if not config.is_file():
+            raise UserError(f"{config} is missing: a run is resumed with the configuration it left")
+        return ["--config", str(config), *arguments]
+    if value_of("--config") or value_of("-c"):
+        return arguments
+    return ["--config", str(demo_config), *arguments]
+
+
+def check_weights(cli: PretrainCLI) -> None:
+    """Raise a UserError if the weights to start from do not fit the model, before anything is written."""
+    file = cli.checkpoint or (find_checkpoint(cli.model.init_from) if cli.model.init_from else None)
+    if file is None:
+        return
+    checkpoint = read_checkpoint(file)
+    check_same_architecture(cli.model.build_meta_model(), checkpoint, str(file))
+    if cli.checkpoint is not None and checkpoint["global_step"] >= cli.model.plan.total_steps:
+        raise UserError(
+            f"{file} is at step {checkpoint['global_step']}, and the run ends at {cli.model.plan.total_steps} "
+            f"({cli.model.plan.limit}): raise that limit to go on"
+        )
+
+
+def quieten_libraries() -> None:
+    """Keep what libraries say about themselves out of the output; warnings about the run stay."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers.*",
+        ".*is smaller than the logging interval.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*available but not used.*",
+        ".*Experiment logs directory .* exists.*",
+    ):
+        warnings.filterwarnings("ignore", message)

@@ -1,0 +1,68 @@
+"""The data module both domains derive from: batch sizes, order and loaders."""
+
+import lightning as L
+
+from pretrain.errors import UserError
+from pretrain.loader import EvaluationLoader, TrainLoader, WeightedDataset
+from pretrain.order import global_seed
+from pretrain.plan import Plan
+
+
+class PretrainData(L.LightningDataModule):
+    """Loaders over `train_dataset` and `val_dataset`, which a domain's `setup` provides.
+
+    Args:
+        global_batch_size: samples per optimizer step, over all devices.
+        micro_batch_size: samples per forward pass on one device; accumulation is derived from the two.
+        num_workers: loader processes per device.
+        seed: decides the order of the samples; default: the value of seed_everything.
+    """
+
+    train_dataset: WeightedDataset
+    val_dataset: WeightedDataset | None = None
+
+    def __init__(self, global_batch_size: int, micro_batch_size: int, num_workers: int, seed: int | None) -> None:
+        super().__init__()
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        if num_workers < 0:
+            raise UserError(f"data.num_workers is {num_workers}: it has to be 0 or more")
+
+    @property
+    def units_per_sample(self) -> int:
+        """What one sample counts for in throughput: tokens per sequence, 1 for an image."""
+        return 1
+
+    def train_dataloader(self) -> TrainLoader:
+        trainer = self._running_trainer()
+        plan: Plan = trainer.lightning_module.plan  # type: ignore[assignment]
+        return TrainLoader(
+            self.train_dataset,
+            seed=global_seed() if self.seed is None else self.seed,
+            global_batch_size=plan.global_batch_size,
+            micro_batch_size=plan.micro_batch_size,
+            total_steps=plan.total_steps,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            num_workers=self.num_workers,
+            pin_memory=trainer.strategy.root_device.type == "cuda",
+        )
+
+    def val_dataloader(self) -> EvaluationLoader | list:
+        if self.val_dataset is None:
+            return []
+        trainer = self._running_trainer()
+        return EvaluationLoader(
+            self.val_dataset,
+            batch_size=self.micro_batch_size,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            num_workers=self.num_workers,
+        )
+
+    def _running_trainer(self) -> L.Trainer:
+        if self.trainer is None:
+            raise RuntimeError("loaders exist within a run: pass the data module to Trainer.fit")
+        return self.trainer

@@ -1,0 +1,160 @@
+"""Batches of a dataset: the training loader that resumes exactly, and the evaluation loader that reads all once."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from pretrain.order import SampleStream
+
+
+class WeightedDataset(Protocol):
+    """A map-style dataset whose samples may hold different numbers of prediction targets."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+    def n_targets(self, index: np.ndarray) -> np.ndarray:
+        """Return how many targets each sample has, without reading it."""
+        ...
+
+
+class TrainLoader:
+    """Yield this rank's micro-batches of the sample stream, and resume at any optimizer step.
+
+    One optimizer step consumes `global_batch_size` positions of the stream. Micro-batch j of rank r takes the positions
+    from (j * world_size + r) * micro_batch_size within them, so that a step sees the same samples whatever the number
+    of ranks. Every batch carries `step_targets`, the number of targets in the whole step over all ranks and
+    micro-batches: the loss is divided by it, which makes gradients independent of how a step is cut.
+
+    The state is the number of samples consumed, all ranks together: it can be loaded on any number of ranks.
+
+    Args:
+        dataset: a map-style dataset that knows `n_targets`; its samples are dictionaries of tensors.
+        total_steps: length of the run in optimizer steps. `len()` counts the run's micro-batches from its very start,
+            also after a resume: Lightning's own counters do so too.
+    """
+
+    def __init__(
+        self,
+        dataset: WeightedDataset,
+        *,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        total_steps: int,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.stream = SampleStream(len(dataset), seed)
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.total_steps = total_steps
+        self.rank = rank
+        self.world_size = world_size
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self.samples_consumed = 0
+
+    @property
+    def samples_per_micro_step(self) -> int:
+        return self.micro_batch_size * self.world_size
+
+    def __len__(self) -> int:
+        return self.total_steps * self.global_batch_size // self.samples_per_micro_step
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        loader: DataLoader = DataLoader(
+            _WithStepTargets(self.dataset),
+            batch_sampler=_MicroBatches(self, self.samples_consumed),
+            num_workers=self.num_workers,
+            collate_fn=_collate,
+            pin_memory=self.pin_memory,
+        )
+        for batch in loader:
+            # Workers run ahead: only what was handed out counts as consumed.
+            self.samples_consumed += self.samples_per_micro_step
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples_consumed": self.samples_consumed, "n_samples": self.stream.n_samples, "seed": self.stream.seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        for name, now in (("n_samples", self.stream.n_samples), ("seed", self.stream.seed)):
+            if state[name] != now:
+                raise ValueError(
+                    f"the checkpoint was trained on data with {name} {state[name]}, now it is {now}: "
+                    "resume with the same data and seed, or start anew from its weights with --init_from"
+                )
+        self.samples_consumed = state["samples_consumed"]
+
+
+class _MicroBatches:
+    """The batch sampler behind `TrainLoader`: for each micro-batch the samples and the targets of the whole step."""
+
+    def __init__(self, loader: TrainLoader, start: int) -> None:
+        self.loader = loader
+        self.start = start
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        loader = self.loader
+        per_step, per_rank = loader.global_batch_size, loader.micro_batch_size
+        position, end = self.start, loader.total_steps * per_step
+        while position < end:
+            step_start = position - position % per_step
+            samples = loader.stream.read(step_start, step_start + per_step)
+            step_targets = int(loader.dataset.n_targets(samples).sum())
+            for micro_start in range(position - step_start, per_step, loader.samples_per_micro_step):
+                first = micro_start + loader.rank * per_rank
+                yield [(int(index), step_targets) for index in samples[first : first + per_rank]]
+            position = step_start + per_step
+
+
+class _WithStepTargets(Dataset):
+    """Fetch a sample of the dataset together with the number that its batch has to carry."""
+
+    def __init__(self, dataset: WeightedDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, item: tuple[int, int]) -> tuple[Any, int]:
+        index, step_targets = item
+        return self.dataset[index], step_targets
+
+
+def _collate(items: list[tuple[dict[str, torch.Tensor], int]]) -> dict[str, Any]:
+    batch = torch.utils.data.default_collate([sample for sample, _ in items])
+    return {**batch, "step_targets": items[0][1]}
+
+
+class EvaluationLoader:
+    """Yield every sample once, in order, spread over the ranks; `-1` fills up so that all ranks run equally often.
+
+    The dataset answers index -1 with a sample without targets.
+    """
+
+    def __init__(
+        self, dataset: WeightedDataset, *, batch_size: int, rank: int = 0, world_size: int = 1, num_workers: int = 0
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.num_workers = num_workers
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        stride = self.batch_size * self.world_size
+        n_samples = len(self.dataset)
+        batches = [
+            [index if index < n_samples else -1 for index in range(first, first + self.batch_size)]
+            for first in range(self.rank * self.batch_size, len(self) * stride, stride)
+        ]
+        return iter(DataLoader(self.dataset, batch_sampler=batches, num_workers=self.num_workers))  # type: ignore[arg-type]

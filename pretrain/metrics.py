@@ -1,0 +1,191 @@
+"""Numbers of a run: where they are logged, and those of the training step."""
+
+import csv
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+if TYPE_CHECKING:
+    from pretrain.module import PretrainModule
+
+
+def log_metrics(trainer: L.Trainer, metrics: dict[str, float]) -> None:
+    """Send numbers to every logger, at the number of optimizer steps done so far.
+
+    Lightning's `self.log` would put training metrics at step - 1 and mixes micro-batches into the axis.
+    """
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.global_step)
+
+
+class CsvLogger(Logger):
+    """Write `metrics.csv`: one row a step, one column a metric, empty where a step has no value.
+
+    Lightning's own CSVLogger deletes the rows of the run that it resumes; this one keeps those up to the resumed step.
+    """
+
+    def __init__(self, file: str | Path, keep_until_step: int = 0) -> None:
+        super().__init__()
+        self.file = Path(file)
+        self._columns = ["step"]
+        self._row: dict[str, float] = {}
+        if keep_until_step and self.file.exists():
+            self._drop_rows_after(keep_until_step)
+
+    @property
+    def name(self) -> str:
+        return self.file.stem
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run's config.yaml holds them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if self._row.get("step") != step:
+            self.save()
+            self._row = {"step": step or 0}
+        self._row.update(metrics)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write out the row at hand; a metric not seen before adds a column."""
+        if not self._row:
+            return
+        new = [name for name in self._row if name not in self._columns]
+        if new or not self.file.exists():
+            rows = self._read()
+            self._columns += new
+            self._write([*rows, self._row])
+        else:
+            with self.file.open("a", newline="") as stream:
+                csv.DictWriter(stream, self._columns).writerow(self._row)
+        self._row = {}
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self.save()
+
+    @rank_zero_only
+    def _drop_rows_after(self, step: int) -> None:
+        rows = self._read()
+        self._columns = list(rows[0]) if rows else ["step"]
+        self._write([row for row in rows if int(row["step"]) <= step])
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self.file.exists():
+            return []
+        with self.file.open(newline="") as stream:
+            return list(csv.DictReader(stream))
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.file.with_suffix(".tmp")
+        with unfinished.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(unfinished, self.file)
+
+
+class StepMetrics(L.Callback):
+    """Log `train/loss`, `optim/lr`, `optim/grad_norm` and `perf/...` every `trainer.log_every_n_steps` steps.
+
+    The loss is the mean over all targets of the step: all micro-batches, all ranks. Between two logged steps nothing
+    is read from the device. Time spent in validation does not count towards throughput.
+    """
+
+    def __init__(self) -> None:
+        self.latest: dict[str, float] = {}
+        self.seconds = 0.0  # spent in training steps, up to the last logged step
+        self.steps = 0  # taken in that time
+        self._loss_sum: torch.Tensor | float = 0.0
+        self._grad_norm: torch.Tensor | float = 0.0
+        self._lr = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: "PretrainModule") -> None:
+        self._peak_flops = peak_flops(trainer) * trainer.world_size
+        self._mark, self._mark_step, self._paused = time.perf_counter(), trainer.global_step, 0.0
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: "PretrainModule") -> None:
+        self._pause_start = time.perf_counter()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: "PretrainModule") -> None:
+        if not trainer.sanity_checking:
+            self._paused += time.perf_counter() - self._pause_start
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: "PretrainModule", optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self._is_due(trainer, trainer.global_step + 1):
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self._grad_norm = torch.nn.utils.get_total_norm(gradients)
+            self._lr = float(optimizer.param_groups[0]["lr"])  # of this step: the schedule moves on before it ends
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: "PretrainModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._loss_sum = self._loss_sum + outputs["loss_sum"]
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        loss_sum, self._loss_sum = self._loss_sum, 0.0
+        if not self._is_due(trainer, trainer.global_step):
+            return
+        loss_sum = trainer.strategy.reduce(loss_sum, reduce_op="sum")
+        self.latest = {
+            "train/loss": float(loss_sum) / int(outputs["step_targets"]),
+            "optim/lr": self._lr,
+            "optim/grad_norm": float(self._grad_norm),
+            **self._throughput(trainer, pl_module),
+        }
+        log_metrics(trainer, self.latest)
+
+    def _is_due(self, trainer: L.Trainer, step: int) -> bool:
+        return step % trainer.log_every_n_steps == 0 or step == trainer.max_steps
+
+    def _throughput(self, trainer: L.Trainer, pl_module: "PretrainModule") -> dict[str, float]:
+        assert pl_module.plan is not None
+        now = time.perf_counter()
+        seconds = max(now - self._mark - self._paused, 1e-9)
+        steps = trainer.global_step - self._mark_step
+        self.seconds, self.steps = self.seconds + seconds, self.steps + steps
+        self._mark, self._mark_step, self._paused = now, trainer.global_step, 0.0
+        rate = steps * pl_module.plan.units_per_step / seconds
+        return {
+            f"perf/{pl_module.unit}_per_second": rate,
+            "perf/mfu": rate * pl_module.flops_per_unit() / self._peak_flops,
+        }
+
+
+def peak_flops(trainer: L.Trainer) -> float:
+    """Return the floating-point operations per second of one device at the run's precision.
+
+    The maker's figure where Lightning knows the chip, else what a large matrix product reaches, measured for a moment.
+    """
+    device = trainer.strategy.root_device
+    precision = str(trainer.precision)
+    dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
+    known = get_available_flops(device, dtype) if device.type == "cuda" else None
+    return float(known) if known else _measured_flops(device, dtype)
+
+
+def _measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    size = 1024 if device.type == "cpu" else 8192
+    a, b = torch.randn(2, size, size, device=device, dtype=torch.float32).to(dtype)
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        start = time.perf_counter()
+        (a @ b)[0, 0].item()  # reading one number waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,178 @@
+"""The LightningModule both domains derive from."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import nn
+
+from pretrain.checkpoint import check_same_architecture, load_weights
+from pretrain.metrics import log_metrics
+from pretrain.optim import OptimizerConfig, Rule, build_optimizer
+from pretrain.order import global_seed, noise_seed
+from pretrain.parallelize import parallelize
+from pretrain.plan import Plan, apply_plan, make_plan
+from pretrain.schedules import ScheduleConfig, build_schedule
+
+
+class PretrainModule(L.LightningModule):
+    """Turns a model and its loss into a run: optimizer, schedule, loss accounting, weights in and out.
+
+    A domain provides `build_model`, `loss`, `rules`, `flops_per_unit` and, if it has more to say about a validation
+    loss, `validation_metrics`.
+
+    The loss of an optimizer step is the mean over all its targets, on all ranks and in all micro-batches. `loss` returns
+    a sum; it is divided by the number of targets in the whole step, which every batch carries as `step_targets`.
+    """
+
+    #: what throughput counts: "tokens" or "images"
+    unit = "samples"
+    #: the submodules that are compiled one by one
+    block_class: type[nn.Module] | None = None
+
+    def __init__(self, optimizer: OptimizerConfig, schedule: ScheduleConfig, compile_blocks: bool = False) -> None:
+        super().__init__()
+        self.optimizer_config = optimizer
+        self.schedule_config = schedule
+        self.compile_blocks = compile_blocks
+        self.model: nn.Module | None = None
+        self.plan: Plan | None = None
+        self.init_from: str | None = None
+        # The complete configuration as plain data, saved in every checkpoint; set by the command line.
+        self.run_config: dict[str, Any] | None = None
+        self.optimizer_table: list[dict[str, Any]] = []
+
+    # What a domain provides.
+
+    @classmethod
+    def cli_links(cls) -> dict[str, str]:
+        """Return the arguments that the command line offers at its top, {name: help}."""
+        return {}
+
+    def callbacks(self) -> list[L.Callback]:
+        """Return the domain's own callbacks."""
+        return []
+
+    def check_data(self, data: Any) -> None:
+        """Raise a UserError if the data does not fit the model."""
+
+    def parameter_counts(self) -> dict[str, Any]:
+        """Return the numbers of parameters: `total`, `activated` and `roles` ({role: number})."""
+        raise NotImplementedError
+
+    def build_model(self) -> nn.Module:
+        """Return the model with fresh weights."""
+        raise NotImplementedError
+
+    def loss(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (sum of the loss over the batch's targets, number of targets), both scalars."""
+        raise NotImplementedError
+
+    def rules(self) -> list[Rule]:
+        """Return the ordered rules that send each parameter to an optimizer group."""
+        raise NotImplementedError
+
+    def flops_per_unit(self) -> float:
+        """Return the floating-point operations of one token (or image), forward and backward."""
+        raise NotImplementedError
+
+    def units_budget(self) -> dict[str, float]:
+        """Return limits on the run, in tokens (or images), by the name of the setting."""
+        return {}
+
+    def validation_metrics(self, loss: float) -> dict[str, float]:
+        """Return what to report of a mean validation loss, besides `val/loss`."""
+        return {}
+
+    # The run.
+
+    def make_plan(self, trainer: L.Trainer, data: Any) -> Plan:
+        """Work out the size of the run; see `pretrain.plan`."""
+        return make_plan(
+            trainer,
+            n_samples=len(data.train_dataset),
+            global_batch_size=data.global_batch_size,
+            micro_batch_size=data.micro_batch_size,
+            units_per_sample=data.units_per_sample,
+            units_budget=self.units_budget(),
+        )
+
+    def build_meta_model(self) -> nn.Module:
+        """Return the model without memory for its weights, to look at names and shapes."""
+        with torch.device("meta"):
+            return self.build_model()
+
+    def description(self, data: Any) -> str:
+        """Return what a person wants to know before the first step."""
+        assert self.plan is not None
+        plan, counts = self.plan, self.parameter_counts()
+        lines = [f"parameters {counts['total']:>15,}   activated {counts['activated']:,}"]
+        lines += [f"  {role:<12} {count:>11,}" for role, count in counts["roles"].items()]
+        lines.append(
+            f"steps {plan.total_steps:,} (from {plan.limit}) of {plan.units_per_step:,} {self.unit}: "
+            f"{plan.total_steps * plan.units_per_step:,} {self.unit}, {plan.epochs:.2f} epochs; each step "
+            f"{plan.accumulation} x {plan.micro_batch_size} samples on {plan.world_size} device(s)"
+        )
+        return "\n".join(lines)
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit" and self.plan is None:
+            self.plan = self.make_plan(self.trainer, self.trainer.datamodule)  # type: ignore[attr-defined]
+            apply_plan(self.trainer, self.plan)
+
+    def configure_model(self) -> None:
+        if self.model is not None:  # the hook runs in every stage
+            return
+        self.model = self.build_model()
+        if self.init_from is not None:
+            load_weights(self.model, self.init_from)
+        parallelize(self.model, self.block_class if self.compile_blocks else None)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        assert self.model is not None
+        assert self.plan is not None
+        optimizer, self.optimizer_table = build_optimizer(
+            self.optimizer_config,
+            self.model.named_parameters(),
+            self.rules(),
+            global_batch_size=self.plan.global_batch_size,
+        )
+        schedule = build_schedule(self.schedule_config, self.plan.total_steps, self.plan.steps_per_epoch)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        assert self.plan is not None
+        loss_sum, _ = self.loss(batch)
+        # Lightning divides by the accumulation, the gradient reduction by the ranks: neither is a mean over targets.
+        share = self.plan.accumulation * self.plan.world_size / batch["step_targets"]
+        return {"loss": loss_sum * share, "loss_sum": loss_sum.detach(), "step_targets": batch["step_targets"]}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Dropout and masks are a function of (seed, micro-batch, rank), so that a resumed run draws the same.
+        torch.manual_seed(noise_seed(global_seed(), batch_idx, self.global_rank))
+
+    def on_validation_epoch_start(self) -> None:
+        exact = torch.float32 if self.device.type == "mps" else torch.float64
+        self._val_sums = torch.zeros(2, dtype=exact, device=self.device)
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self._val_sums += torch.stack(self.loss(batch)).to(self._val_sums.dtype)
+
+    def on_validation_epoch_end(self) -> None:
+        sums = self.trainer.strategy.reduce(self._val_sums, reduce_op="sum")
+        loss = float(sums[0] / sums[1])
+        metrics = {"val/loss": loss, **self.validation_metrics(loss)}
+        # Through `self.log` for callbacks that monitor, past the loggers: Lightning's step axis lags by one there.
+        self.log_dict(metrics, logger=False)
+        if not self.trainer.sanity_checking:
+            log_metrics(self.trainer, metrics)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.run_config is not None:
+            checkpoint["config"] = self.run_config
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert self.model is not None
+        check_same_architecture(self.model, checkpoint, "the checkpoint")

@@ -1,0 +1,162 @@
+"""The folder a run leaves: its configuration, its summary, and where they lie."""
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import time
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+from pretrain.callbacks import StopSignal, find_callback
+from pretrain.checkpoint import Checkpoints
+from pretrain.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from pretrain.module import PretrainModule
+
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+METRICS = "metrics.csv"
+
+
+def new_run_folder(root: str | Path, name: str) -> Path:
+    """Return `root/name/TIME`, a folder that does not exist yet (it is made when the run starts)."""
+    folder = Path(root) / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    unique, number = folder, 2
+    while unique.exists():
+        unique, number = folder.with_name(f"{folder.name}_{number}"), number + 1
+    return unique
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old one or the new one, never a part."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(file.name + ".tmp")
+    unfinished.write_text(text)
+    os.replace(unfinished, file)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that decide what a run computes."""
+    found = {"python": platform.python_version()}
+    for package in ("moa-pretrain", "torch", "lightning", "datasets", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def git_commit() -> str | None:
+    """Return the commit of the code at work, marked if files differ from it; None outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this process has held: on the GPU if it trains there, else its resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024  # bytes on macOS, kibibytes elsewhere
+
+
+class RunRecord(L.Callback):
+    """Write `config.yaml` when training starts and `summary.json` then and when it ends, whatever ends it.
+
+    Args:
+        folder: the run folder.
+        config_text: the complete configuration as YAML.
+    """
+
+    def __init__(self, folder: Path, config_text: str) -> None:
+        self.folder = folder
+        self.config_text = config_text
+        self._best: dict[str, float] = {}
+        self._final: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "final": self._final}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._best, self._final = state_dict["best"], state_dict["final"]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: "PretrainModule") -> None:  # type: ignore[override]
+        self._started = time.time()
+        if trainer.is_global_zero:
+            write_atomically(self.folder / CONFIG, self.config_text)
+        self._write(trainer, pl_module, "running")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+        if not metrics:
+            return
+        self._final = {"step": trainer.global_step, **metrics}
+        if not self._best or metrics["val/loss"] < self._best["val/loss"]:
+            self._best = dict(self._final)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: "PretrainModule") -> None:  # type: ignore[override]
+        stop = find_callback(trainer, StopSignal)
+        done = trainer.global_step >= trainer.max_steps
+        state = "finished" if done else "interrupted" if stop and stop.requested else "stopped early"
+        self._write(trainer, pl_module, state)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: "PretrainModule", exception: BaseException) -> None:  # type: ignore[override]
+        if not hasattr(self, "_started"):  # nothing was trained, so there is no run to describe
+            return
+        interrupted = isinstance(exception, KeyboardInterrupt)
+        self._write(trainer, pl_module, "interrupted" if interrupted else "failed", exception)
+
+    @rank_zero_only
+    def _write(
+        self, trainer: L.Trainer, pl_module: "PretrainModule", state: str, exception: BaseException | None = None
+    ) -> None:
+        summary = self.summary(trainer, pl_module) | {"exit_state": state}
+        if exception is not None:
+            summary["error"] = f"{type(exception).__name__}: {exception}"
+        write_atomically(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+    def summary(self, trainer: L.Trainer, pl_module: "PretrainModule") -> dict[str, Any]:
+        """Return what is known of the run so far, as plain data."""
+        plan, steps = pl_module.plan, find_callback(trainer, StepMetrics)
+        assert plan is not None
+        rate = steps.steps * plan.units_per_step / steps.seconds if steps.seconds else None
+        device = trainer.strategy.root_device
+        return {
+            "name": self.folder.parent.name,
+            "exit_state": None,
+            "step": trainer.global_step,
+            "total_steps": plan.total_steps,
+            f"{pl_module.unit}_seen": trainer.global_step * plan.units_per_step,
+            "final": {**self._final, **{k: v for k, v in steps.latest.items() if k.startswith("train/")}},
+            "best": self._best,
+            "parameters": pl_module.parameter_counts(),
+            f"{pl_module.unit}_per_second": rate,
+            "mfu": steps.latest.get("perf/mfu"),
+            "peak_memory_bytes": peak_memory_bytes(device),
+            "seconds": round(time.time() - self._started, 3),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+            "precision": str(trainer.precision),
+            "plan": plan.as_dict(),
+            "optimizer_groups": pl_module.optimizer_table,
+            "versions": versions(),
+            "git_commit": git_commit(),
+            "checkpoints": str(find_callback(trainer, Checkpoints).folder),
+        }
