@@ -16,7 +16,7 @@ from moa.activations import ACTIVATIONS, LETTERS, parse_activations
 from moa.counts import flops_per_token, num_parameters
 from moa.ffn import FeedForward, build_ffn
 from moa.gates import GATES
-from moa.kinds import default_activations, hidden_features, kinds, register
+from moa.registry import default_activations, hidden_features, kinds, register
 from moa.timm_mlp import timm_mlp
 
 __all__ = [

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from moa.ffn import FeedForward, build_ffn, check_sizes
-from moa.kinds import Kind, find_kind
+from moa.registry import Kind, find_kind
 
 
 def num_parameters(
@@ -27,12 +27,12 @@ def num_parameters(
         ValueError: as `build_ffn`.
     """
     d, D, out = in_features, hidden_features, in_features if out_features is None else out_features
-    row = _checked_kind(kind, d, D, out, gate_bias)
+    row, num_weights = _look_up(kind, d, D, out, activations, gate_bias)
     if row.layer is not None:
         layer = _meta_layer(kind, d, D, out, activations, gate_bias, bias)
         return sum(parameter.numel() for parameter in layer.parameters())
     weight_size = {"fixed": 0, "la": 1, "moa": d + gate_bias}[row.family]
-    return row.projections * (d + bias) * D + (D + bias) * out + _num_weights(row, activations) * weight_size
+    return row.projections * (d + bias) * D + (D + bias) * out + num_weights * weight_size
 
 
 def flops_per_token(
@@ -55,23 +55,23 @@ def flops_per_token(
         ValueError: as `build_ffn`.
     """
     d, D, out = in_features, hidden_features, in_features if out_features is None else out_features
-    row = _checked_kind(kind, d, D, out, gate_bias)
+    row, num_weights = _look_up(kind, d, D, out, activations, gate_bias)
     if row.layer is not None:
         layer = _meta_layer(kind, d, D, out, activations, gate_bias, bias)
         return 2 * sum(module.weight.numel() for module in layer.modules() if isinstance(module, nn.Linear))
-    gates = _num_weights(row, activations) * d if row.family == "moa" else 0
+    gates = num_weights * d if row.family == "moa" else 0
     return 2 * (row.projections * d * D + D * out + gates)
 
 
-def _checked_kind(kind: str, d: int, D: int, out: int, gate_bias: bool) -> Kind:
+def _look_up(
+    kind: str, d: int, D: int, out: int, activations: str | Sequence[str] | None, gate_bias: bool
+) -> tuple[Kind, int]:
+    """The kind and how many mixing weights it has over all branches, once the options are known to apply to it."""
     row = find_kind(kind)
     row.check_gate(gate_bias=gate_bias)
     check_sizes(d, D, out)
-    return row
-
-
-def _num_weights(row: Kind, activations: str | Sequence[str] | None) -> int:
-    return sum(len(labels) for labels in row.labels(row.find_activations(activations)).values())
+    labels = row.labels(row.find_activations(activations))
+    return row, sum(len(names) for names in labels.values())
 
 
 def _meta_layer(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moa.gates import find_gate
-from moa.kinds import DEFAULT_GATE, find_kind
+from moa.registry import DEFAULT_GATE, find_kind
 
 # The parameters behind each set of mixing weights, in the paper's letters: pi_k = phi(u_k . x) or the constant alpha_k.
 GATE_NAMES = {"pi": "u", "rho": "v"}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moa.ffn import FeedForward
-from moa.kinds import DEFAULT_GATE, find_kind, hidden_features
+from moa.registry import DEFAULT_GATE, find_kind, hidden_features
 
 
 def timm_mlp(
@@ -88,7 +88,7 @@ def _timm_class(
 
         def __reduce__(self) -> tuple[Any, ...]:
             # A class made inside a function cannot be found by its name, so pickling and copying remake it.
-            return _empty_instance, arguments, self.__dict__
+            return _empty_instance, arguments, self.__getstate__()
 
     TimmMlp.__name__ = TimmMlp.__qualname__ = f"TimmMlp[{kind}]"
     return TimmMlp

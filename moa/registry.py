@@ -57,7 +57,7 @@ class Kind:
         raise ValueError(f"{option} does not apply to {self.name!r}, which has no gates; kinds that take it: {takers}")
 
     def labels(self, activations: Sequence[str]) -> dict[str, list[str]]:
-        """What each mixing weight weighs, in order: {"pi": ["id", "gelu", ..]}, or "id*gelu" for sigma_k(y) sigma_l(z)."""
+        """What each mixing weight weighs: {"pi": ["id", ..]}, or for pairs "id*gelu", which is Id(y) * GELU(z)."""
         names = list(activations)
         if self.pairs:
             names = [f"{activations[k]}*{activations[j]}" for k, j in mixing.pairs(len(activations))]
