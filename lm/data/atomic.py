@@ -1,0 +1,93 @@
+"""A folder that appears whole or not at all, made by one process at a time."""
+
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pretrain.errors import UserError
+
+
+@contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Hold the lock that lets one process at a time make `output`; it dies with the process."""
+    path = output.parent / f".{output.name}.lock"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        lock = _take_lock(path, output)
+    except OSError as error:
+        raise UserError(f"the output {output} cannot be written: {error.strerror} ({error.filename})") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _take_lock(path: Path, output: Path) -> int:
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that is preparing {output}", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        # Whoever held it before has removed the file: then this lock is on a name that nobody else will find.
+        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+            return lock
+        os.close(lock)
+
+
+@contextmanager
+def partial_folder(output: Path) -> Iterator[Path]:
+    """A fresh sibling folder to work in, gone afterwards unless published.
+
+    To be used under the lock: then whatever lies there already was left by a killed process.
+    """
+    partial = output.parent / f".{output.name}.partial"
+    retired = output.parent / f".{output.name}.retired"
+    try:
+        if retired.exists() and not output.exists():
+            retired.rename(output)  # killed between the two renames of `publish`
+        _remove(partial)
+        _remove(retired)
+        partial.mkdir()
+        yield partial
+    except OSError as error:
+        raise UserError(f"the output {output} cannot be written: {error.strerror or error}") from error
+    finally:
+        _remove(partial)
+
+
+def publish(partial: Path, output: Path) -> None:
+    """Make `partial` the folder `output`, in the place of what was there."""
+    _sync_folder(partial)
+    retired = output.parent / f".{output.name}.retired"
+    if output.exists():
+        output.rename(retired)
+    partial.rename(output)
+    _sync_folder(output.parent)
+    _remove(retired)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file and wait until it is on the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,437 @@
+"""The prepared folder: token shards on disk with a manifest, written whole or not at all.
+
+FOLDER/
+  train-00000.bin   token ids, raw little-endian uint16 (uint32 beyond 65,536 ids); end-of-text after each document
+  train-00001.bin   goes on where the one before ends, in the middle of a document if need be
+  val-00000.bin     held-out documents, when some were asked for
+  manifest.json     tokenizer, counts and sizes; written last
+"""
+
+import hashlib
+import json
+import math
+import os
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from lm.data.atomic import locked, partial_folder, publish, write_durably
+from lm.data.documents import ReadReport, find_files, read_documents
+from lm.data.encode import EncodedChunks, available_cores, encode_chunks, split_into_chunks, token_dtype
+from lm.tokenizers import Tokenizer, load_tokenizer
+from pretrain.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SHARD_TOKENS = 1 << 28
+
+
+@dataclass
+class Shard:
+    """One file of tokens."""
+
+    file: str
+    tokens: int
+
+
+@dataclass
+class SplitInfo:
+    """What a split holds: documents, tokens (one end-of-text per document included), UTF-8 bytes of text, files."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    shards: list[Shard] = field(default_factory=list)
+
+
+@dataclass
+class Manifest:
+    """What a prepared folder says about itself.
+
+    Attributes:
+        format: version of the layout.
+        tokenizer, fingerprint, n_vocab, eot: the tokenizer, see `lm.tokenizers.Tokenizer`.
+        dtype: numpy name of the stored ids, little-endian.
+        splits: "train", and "val" when documents were held out.
+        sources: the files read (path, size in bytes), or the hub dataset.
+        skipped: empty documents, broken rows and ignored files, with the first few broken rows by name.
+        settings: the arguments of `prepare` that decide the content.
+    """
+
+    format: int
+    tokenizer: str
+    fingerprint: str
+    n_vocab: int
+    eot: int
+    dtype: str
+    splits: dict[str, SplitInfo]
+    sources: list[dict[str, Any]]
+    skipped: dict[str, Any]
+    settings: dict[str, Any]
+
+
+class PreparedSplit:
+    """One split of a prepared folder: its documents joined into one stream of tokens, each followed by end-of-text.
+
+    Can be pickled; another process opens the files anew.
+    """
+
+    def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
+        info = manifest.splits[split]
+        self.folder = folder
+        self.split = split
+        self.manifest = manifest
+        self.n_tokens = info.tokens
+        self.n_documents = info.documents
+        self.n_bytes = info.bytes
+        self.eot = manifest.eot
+        self._shards = info.shards
+        self._starts = np.cumsum([0, *(shard.tokens for shard in info.shards)])
+        self._open: dict[int, np.ndarray] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": {}}  # a pickled memory map would carry its whole file
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of the stream, (stop - start,) in the stored dtype; not to be written to.
+
+        Raises:
+            IndexError: the range leaves the stream.
+        """
+        if not 0 <= start <= stop <= self.n_tokens:
+            raise IndexError(f"tokens {start} to {stop} of a stream of {self.n_tokens}")
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        pieces = []
+        for index in range(first, len(self._shards)):
+            offset = int(self._starts[index])
+            if offset >= stop:
+                break
+            pieces.append(self._shard(index)[max(start - offset, 0) : stop - offset])
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.empty(0, dtype=_little_endian(self.manifest.dtype))
+
+    def _shard(self, index: int) -> np.ndarray:
+        if index not in self._open:
+            path = self.folder / self._shards[index].file
+            self._open[index] = np.memmap(path, dtype=_little_endian(self.manifest.dtype), mode="r")
+        return self._open[index]
+
+
+def is_prepared(folder: str | Path) -> bool:
+    """Whether `folder` is a prepared folder, complete or damaged."""
+    path = Path(folder).expanduser() / MANIFEST
+    return path.is_file() and '"fingerprint"' in path.read_text(encoding="utf-8", errors="replace")[:1000]
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of a prepared folder.
+
+    Raises:
+        UserError: there is none, it is damaged, or another version of this package wrote it.
+    """
+    path = Path(folder).expanduser() / MANIFEST
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise UserError(f"{path} has format {data['format']}, this version reads {FORMAT}: prepare the data again")
+        splits = {
+            name: SplitInfo(**(info | {"shards": [Shard(**shard) for shard in info["shards"]]}))
+            for name, info in data["splits"].items()
+        }
+        return Manifest(**(data | {"splits": splits}))
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} is no prepared folder, it has no {MANIFEST}: make one with lm.prepare") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}): prepare the data again") from error
+
+
+def open_prepared(folder: str | Path, split: str = "train") -> PreparedSplit:
+    """Open one split of a prepared folder.
+
+    Raises:
+        UserError: no such folder or split, or a shard that is missing or not of the size that the manifest states.
+    """
+    folder = Path(folder).expanduser()
+    manifest = read_manifest(folder)
+    if split not in manifest.splits:
+        raise UserError(
+            f"{folder} has no {split} split (it has {', '.join(manifest.splits)}): "
+            "prepare it with a val_fraction above 0, or give data.val_source"
+        )
+    width = _little_endian(manifest.dtype).itemsize
+    for shard in manifest.splits[split].shards:
+        path = folder / shard.file
+        size = path.stat().st_size if path.is_file() else None
+        if size != shard.tokens * width:
+            state = "is missing" if size is None else f"has {size:,} bytes instead of {shard.tokens * width:,}"
+            raise UserError(f"{path} {state}: copy the folder again, or prepare the data again")
+    return PreparedSplit(folder, split, manifest)
+
+
+def check_tokenizer(folder: str | Path, tokenizer: Tokenizer) -> None:
+    """Check that `folder` was prepared with `tokenizer`.
+
+    Raises:
+        UserError: it was prepared with another one.
+    """
+    manifest = read_manifest(folder)
+    if manifest.fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"{folder} was prepared with the tokenizer {manifest.tokenizer} ({manifest.fingerprint[:8]}), not with "
+            f"{tokenizer.name} ({tokenizer.fingerprint[:8]}): choose the former, or prepare the data with the latter"
+        )
+
+
+def prepare(
+    source: str,
+    output: str | Path,
+    tokenizer: Tokenizer | str,
+    *,
+    text_field: str = "text",
+    subset: str | None = None,
+    split: str = "train",
+    val_fraction: float = 0.0,
+    max_bad: int = 0,
+    max_tokens: int | None = None,
+    workers: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    progress: bool = True,
+    overwrite: bool = False,
+) -> Manifest:
+    """Tokenize the documents of `source` into the folder `output`, which appears when it is complete.
+
+    The result is the same, byte by byte, for any number of workers.
+
+    Args:
+        source, text_field, subset, split, max_bad: see `lm.data.documents.read_documents`.
+        output: the folder to make.
+        tokenizer: a tokenizer or its name.
+        val_fraction: share of the documents held out as the val split, 0 to 0.5: the second document and from there on
+            evenly spread ones.
+        max_tokens: stop after the document that brings the tokens of both splits to this number; None reads everything.
+        workers: processes that tokenize; None takes every core, 1 works in this process.
+        shard_tokens: tokens per file.
+        progress: show a progress bar when stderr is a terminal.
+        overwrite: replace `output` if it is a prepared folder.
+
+    Raises:
+        UserError: impossible arguments, an existing output, or a source that cannot be read; nothing is left behind.
+    """
+    _check_settings(val_fraction, max_bad, max_tokens, workers, shard_tokens)
+    tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    output = Path(output).expanduser()
+    settings = {
+        "source": source,
+        "text_field": text_field,
+        "subset": subset,
+        "split": split,
+        "val_fraction": val_fraction,
+        "max_bad": max_bad,
+        "max_tokens": max_tokens,
+        "shard_tokens": shard_tokens,
+    }
+    if is_prepared(source):
+        raise UserError(f"{source} is a prepared folder already: train on it with --data.source {source}")
+    _check_output(output, overwrite)
+    sources = _describe_sources(source, subset, split)
+    with locked(output):
+        _check_output(output, overwrite)  # again: another process may have made it meanwhile
+        with partial_folder(output) as partial:
+            report = ReadReport()
+            documents = read_documents(source, text_field, subset, split, max_bad, report)
+            chunks = split_into_chunks(documents, report, val_fraction)
+            results = encode_chunks(chunks, tokenizer, workers or available_cores())
+            splits, skipped = _write_shards(partial, results, tokenizer, settings, progress)
+            manifest = Manifest(
+                format=FORMAT,
+                tokenizer=tokenizer.name,
+                fingerprint=tokenizer.fingerprint,
+                n_vocab=tokenizer.n_vocab,
+                eot=tokenizer.eot,
+                dtype=token_dtype(tokenizer.n_vocab),
+                splits=splits,
+                sources=[{key: value for key, value in item.items() if key != "mtime_ns"} for item in sources],
+                skipped=skipped,
+                settings=settings,
+            )
+            write_durably(partial / MANIFEST, json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n")
+            publish(partial, output)
+    return manifest
+
+
+def cached_prepare(
+    source: str,
+    tokenizer: Tokenizer | str,
+    *,
+    text_field: str = "text",
+    subset: str | None = None,
+    split: str = "train",
+    val_fraction: float = 0.0,
+    max_bad: int = 0,
+    max_tokens: int | None = None,
+    workers: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    progress: bool = True,
+    cache: str | Path | None = None,
+) -> Path:
+    """The prepared folder for `source`: `source` itself when it is one, else one in the cache, made when need be.
+
+    A changed file (size or time of change), tokenizer or setting leads to another folder of the cache. Hugging Face
+    datasets are known by name, subset and split.
+
+    Args:
+        cache: folder of the cache; by default $MOA_CACHE, or ~/.cache/moa-pretrain/prepared.
+        others: see `prepare`. When `source` is a prepared folder they have had their effect already.
+
+    Raises:
+        UserError: as `prepare`, or a prepared source made with another tokenizer.
+    """
+    tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    if is_prepared(source):
+        check_tokenizer(source, tokenizer)
+        return Path(source).expanduser()
+    root = Path(cache or os.environ.get("MOA_CACHE") or "~/.cache/moa-pretrain/prepared").expanduser()
+    settings: dict[str, Any] = {
+        "text_field": text_field,
+        "subset": subset,
+        "split": split,
+        "val_fraction": val_fraction,
+        "max_bad": max_bad,  # decides whether the source is accepted at all
+        "max_tokens": max_tokens,
+        "shard_tokens": shard_tokens,
+    }
+    sources = _describe_sources(source, subset, split)
+    identity = json.dumps([FORMAT, tokenizer.fingerprint, sources, settings], sort_keys=True)
+    folder = root / hashlib.sha256(identity.encode()).hexdigest()[:32]
+    if not _complete(folder):
+        with suppress(_OutputExists):  # another process made it while this one waited for the lock
+            prepare(
+                source, folder, tokenizer, workers=workers, progress=progress, overwrite=is_prepared(folder), **settings
+            )
+    return folder
+
+
+def _complete(folder: Path) -> bool:
+    try:
+        for split in read_manifest(folder).splits:
+            open_prepared(folder, split)
+    except UserError:
+        return False
+    return True
+
+
+class _OutputExists(UserError):
+    pass
+
+
+def _check_settings(
+    val_fraction: float, max_bad: int, max_tokens: int | None, workers: int | None, shard_tokens: int
+) -> None:
+    if not 0 <= val_fraction <= 0.5:
+        raise UserError(f"val_fraction is {val_fraction}: give a share of the documents from 0 to 0.5")
+    if max_bad < 0:
+        raise UserError(f"max_bad is {max_bad}: give the number of broken rows that may be left out, 0 or more")
+    for name, value in {"max_tokens": max_tokens, "workers": workers, "shard_tokens": shard_tokens}.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}: give a number of 1 or more")
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not is_prepared(output):
+        raise UserError(f"the output {output} exists and is no prepared folder: choose another one, or move it away")
+    if not overwrite:
+        raise _OutputExists(f"the output {output} exists: choose another one, or give --overwrite to replace it")
+
+
+def _describe_sources(source: str, subset: str | None, split: str) -> list[dict[str, Any]]:
+    found = find_files(source)
+    if found is None:
+        return [{"dataset": source, "subset": subset, "split": split}]
+    stats = [(file.resolve(), file.stat()) for file in found.files]
+    return [{"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns} for path, stat in stats]
+
+
+def _little_endian(dtype: str) -> np.dtype:
+    return np.dtype(dtype).newbyteorder("<")
+
+
+class _SplitWriter:
+    """Appends tokens to the numbered shards of one split."""
+
+    def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int) -> None:
+        self.info = SplitInfo()
+        self._folder = folder
+        self._name = name
+        self._dtype = _little_endian(dtype)
+        self._shard_tokens = shard_tokens
+        self._file: Any = None
+
+    def add(self, ids: np.ndarray, size: int) -> None:
+        """Write one document of `size` UTF-8 bytes."""
+        self.info.documents += 1
+        self.info.tokens += len(ids)
+        self.info.bytes += size
+        ids = ids.astype(self._dtype, copy=False)
+        while len(ids):
+            if self._file is None:
+                self.info.shards.append(Shard(f"{self._name}-{len(self.info.shards):05d}.bin", 0))
+                self._file = open(self._folder / self.info.shards[-1].file, "wb")  # noqa: SIM115
+            shard = self.info.shards[-1]
+            fitting = ids[: self._shard_tokens - shard.tokens]
+            self._file.write(fitting.tobytes())
+            shard.tokens += len(fitting)
+            ids = ids[len(fitting) :]
+            if shard.tokens == self._shard_tokens:
+                self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+def _write_shards(
+    folder: Path,
+    results: EncodedChunks,
+    tokenizer: Tokenizer,
+    settings: dict[str, Any],
+    progress: bool,
+) -> tuple[dict[str, SplitInfo], dict[str, Any]]:
+    dtype = token_dtype(tokenizer.n_vocab)
+    writers = {name: _SplitWriter(folder, name, dtype, settings["shard_tokens"]) for name in ("train", "val")}
+    limit = settings["max_tokens"] or math.inf
+    total = 0
+    skipped: dict[str, Any] = {}
+    # disable=None shows the bar on a terminal only.
+    with tqdm(desc="prepare", unit="B", unit_scale=True, disable=None if progress else True) as bar, closing(results):
+        for chunk, tokens in results:
+            skipped = chunk.skipped
+            start = 0
+            for mark, length, size in zip(chunk.held_out, tokens.lengths, tokens.sizes, strict=True):
+                if total >= limit:
+                    break
+                writers["val" if mark else "train"].add(tokens.ids[start : start + length], size)
+                start += length
+                total += length
+                bar.update(size)
+            bar.set_postfix_str(f"{total:,} tokens, {sum(w.info.documents for w in writers.values()):,} documents")
+            if total >= limit:
+                break
+    for writer in writers.values():
+        writer.close()
+    splits = {name: writer.info for name, writer in writers.items() if writer.info.documents}
+    if settings["val_fraction"] > 0 and "val" not in splits:
+        raise UserError(
+            f"{settings['source']} gives one document only, none can be held out: "
+            "give data.val_source, or set val_fraction to 0"
+        )
+    return splits, skipped
