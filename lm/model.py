@@ -134,7 +134,7 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
-            elif isinstance(module, moa.FFN):
+            elif isinstance(module, moa.FeedForward):
                 config.ffn.reset(module, std=config.init_std)
         for module in (self.embed, self.head, *(linear for block in self.blocks for linear in block.attn.children())):
             nn.init.normal_(module.weight, std=config.init_std)

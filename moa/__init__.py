@@ -13,7 +13,8 @@ Layers: Part I. Token-Adaptive Mixing of Activations" (arXiv 2605.26647).
 """
 
 from moa.activations import ACTIVATIONS, LETTERS, parse_activations
-from moa.counts import flops_per_token, num_parameters
+from moa.config import FFNConfig
+from moa.counts import flops_per_token, num_parameters, num_projection_parameters
 from moa.ffn import FeedForward, build_ffn
 from moa.gates import GATES
 from moa.registry import default_activations, hidden_features, kinds, register
@@ -23,6 +24,7 @@ __all__ = [
     "ACTIVATIONS",
     "GATES",
     "LETTERS",
+    "FFNConfig",
     "FeedForward",
     "build_ffn",
     "default_activations",
@@ -30,6 +32,7 @@ __all__ = [
     "hidden_features",
     "kinds",
     "num_parameters",
+    "num_projection_parameters",
     "parse_activations",
     "register",
     "timm_mlp",

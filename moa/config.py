@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moa.counts import flops_per_token, num_parameters
+from moa.counts import flops_per_token, num_parameters, num_projection_parameters
 from moa.ffn import FeedForward, build_ffn
 from moa.registry import DEFAULT_GATE, hidden_features
 
@@ -75,8 +75,7 @@ class FFNConfig:
 
     def num_projection_parameters(self, d: int) -> int:
         """Return those of its projections alone: the layer without gates and coefficients."""
-        plain = "swiglu" if is_gated else "relu"
-        return num_parameters(plain, d, self.width(d), bias=self.bias)
+        return num_projection_parameters(self.kind, d, self.width(d), bias=self.bias)
 
     def flops_per_token(self, d: int) -> int:
         """Return the floating-point operations of one token's forward pass."""

@@ -32,7 +32,19 @@ def num_parameters(
         layer = _meta_layer(kind, d, D, out, activations, gate_bias, bias)
         return sum(parameter.numel() for parameter in layer.parameters())
     weight_size = {"fixed": 0, "la": 1, "moa": d + gate_bias}[row.family]
-    return row.projections * (d + bias) * D + (D + bias) * out + num_weights * weight_size
+    return num_projection_parameters(kind, d, D, out_features=out, bias=bias) + num_weights * weight_size
+
+
+def num_projection_parameters(
+    kind: str, in_features: int, hidden_features: int, *, out_features: int | None = None, bias: bool = False
+) -> int:
+    """The number of parameters of the projections `w1`, `w2`, `w3` alone, without gates and coefficients.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    d, D, out = in_features, hidden_features, in_features if out_features is None else out_features
+    return find_kind(kind).projections * (d + bias) * D + (D + bias) * out
 
 
 def flops_per_token(

@@ -1,5 +1,6 @@
 """The LightningModule both domains derive from."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -138,9 +139,13 @@ class PretrainModule(L.LightningModule):
             self.rules(),
             global_batch_size=self.plan.global_batch_size,
         )
-        schedule = build_schedule(self.schedule_config, self.plan.total_steps, self.plan.steps_per_epoch)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def schedule(self) -> Callable[[int], float]:
+        """Return the learning rate's multiple of its peak as a function of the step."""
+        assert self.plan is not None
+        return build_schedule(self.schedule_config, self.plan.total_steps, self.plan.steps_per_epoch)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         assert self.plan is not None

@@ -7,6 +7,7 @@ Conventions, the same for every schedule:
 * Warm-up over W steps is linear and never zero: step s < W uses (s + 1) / W of the peak, so the first step uses
   1 / W and step W - 1 the peak itself.
 * The decay ends on the last step, total_steps - 1, not one step after it.
+* A run that is no longer than its warm-up stays in it: its steps are the first ones of a longer run.
 * Steps past the end keep the last value (LambdaLR asks for one of them after the last optimizer step).
 """
 
@@ -152,6 +153,8 @@ def _min_lr_ratio(config: ScheduleConfig) -> float:
 
 
 def _check_warmup_fits(config: ScheduleConfig, warmup: int, last_peak_step: int, total_steps: int) -> None:
+    if total_steps <= warmup:  # a first look of a few steps: it sees the start of the warm-up and no decay
+        return
     room = last_peak_step + 1
     if warmup > room:
         raise ValueError(
