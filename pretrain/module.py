@@ -148,8 +148,12 @@ class PretrainModule(L.LightningModule):
         return build_schedule(self.schedule_config, self.plan.total_steps, self.plan.steps_per_epoch)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        assert self.plan is not None
         loss_sum, _ = self.loss(batch)
+        return self.training_output(loss_sum, batch)
+
+    def training_output(self, loss_sum: torch.Tensor, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return what a training step has to: the loss to differentiate, and the numbers that callbacks read."""
+        assert self.plan is not None
         # Lightning divides by the accumulation, the gradient reduction by the ranks: neither is a mean over targets.
         share = self.plan.accumulation * self.plan.world_size / batch["step_targets"]
         return {"loss": loss_sum * share, "loss_sum": loss_sum.detach(), "step_targets": batch["step_targets"]}
