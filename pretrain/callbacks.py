@@ -209,9 +209,7 @@ def gate_mixes(layer: Any, x: torch.Tensor) -> dict[str, dict[str, float]]:
     for gate, weights in layer.gates(x).items():
         weights = weights.float()  # (tokens, m)
         share = weights.abs() / weights.abs().sum(-1, keepdim=True).clamp_min(1e-12)
-        entropy = -(share * share.clamp_min(1e-12).log()).sum(-1).mean() / max(
-            torch.tensor(weights.shape[-1]).log(), 1e-12
-        )
+        entropy = -(share * share.clamp_min(1e-12).log()).sum(-1).mean() / max(torch.tensor(weights.shape[-1]).log(), 1e-12)
         labels = layer.gate_labels()[gate]
         spread = weights.std(0, correction=0)
         mixes[gate] = {

@@ -170,13 +170,7 @@ class FinishedRun:
 
 
 def fit(
-    model_class: type,
-    data_class: type,
-    *,
-    prog: str,
-    description: str,
-    demo_config: Path,
-    args: list[str] | None = None,
+    model_class: type, data_class: type, *, prog: str, description: str, demo_config: Path, args: list[str] | None = None
 ) -> FinishedRun:
     """Parse, check everything, train; print where the run lies.
 

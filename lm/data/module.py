@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lm.data.packing import PackedTokens
-from lm.data.prepared import PreparedSplit, cached_prepare, open_prepared, read_manifest
+from lm.data.prepared import PreparedSplit, cached_prepare, check_tokenizer, open_prepared, read_manifest
 from lm.tokenizers import Tokenizer, load_tokenizer
 from pretrain.data import PretrainData
 from pretrain.errors import UserError
