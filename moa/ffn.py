@@ -112,6 +112,12 @@ class FeedForward(nn.Module):
             return {}
         return {COEFFICIENT_NAMES[slot]: getattr(self, COEFFICIENT_NAMES[slot]) for slot in self._labels}
 
+    def coefficient_labels(self) -> dict[str, list[str]]:
+        """What each coefficient weighs, in its order, named as in `gate_labels`; {} for all but LA kinds."""
+        if self.gate is not None:
+            return {}
+        return {COEFFICIENT_NAMES[slot]: list(labels) for slot, labels in self._labels.items()}
+
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02, gate_std: float | None = None, coefficient: float = 0.5) -> None:
         """Fills every parameter anew.

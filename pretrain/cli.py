@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import lightning as L
 import yaml
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
@@ -117,19 +117,22 @@ class PretrainCLI(LightningCLI):
         chosen = self._get(self.config_init, "trainer")
         resumed_step = read_checkpoint(self.checkpoint)["global_step"] if self.checkpoint is not None else 0
         user = chosen.get("callbacks") or []
-        callbacks = [*(user if isinstance(user, list) else [user]), *self._callbacks(user)]
+        user = user if isinstance(user, list) else [user]
+        wants_bar = chosen.get("enable_progress_bar") is not False
+        bars = [StepProgress()] if wants_bar and not any(isinstance(callback, ProgressBar) for callback in user) else []
         logger = chosen.get("logger")
         return super().instantiate_trainer(
-            callbacks=callbacks, logger=logger if logger is False else self._loggers(logger, resumed_step), **kwargs
+            callbacks=[*user, *bars, *self._callbacks()],
+            logger=logger if logger is False else self._loggers(logger, resumed_step),
+            **kwargs,
         )
 
-    def _callbacks(self, user: Any) -> list[Callback]:
+    def _callbacks(self) -> list[Callback]:
         """The services of every run; the checkpoints come last, so that they hold what the others have done."""
         return [
             StepMetrics(),
             GateStatistics(),
             *self.model.callbacks(),
-            StepProgress(),
             RunRecord(self.folder, self.config_text()),
             StopSignal(),
             Checkpoints(self.folder / "checkpoints", self.config.checkpoint_every_n_steps),

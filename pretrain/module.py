@@ -121,6 +121,8 @@ class PretrainModule(L.LightningModule):
         if stage == "fit" and self.plan is None:
             self.plan = self.make_plan(self.trainer, self.trainer.datamodule)  # type: ignore[attr-defined]
             apply_plan(self.trainer, self.plan)
+        if self.trainer.datamodule.val_dataset is None:  # type: ignore[attr-defined]
+            self.trainer.limit_val_batches = 0
 
     def configure_model(self) -> None:
         if self.model is not None:  # the hook runs in every stage
@@ -157,6 +159,9 @@ class PretrainModule(L.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # Dropout and masks are a function of (seed, micro-batch, rank), so that a resumed run draws the same.
         torch.manual_seed(noise_seed(global_seed(), batch_idx, self.global_rank))
+        assert self.plan is not None
+        if batch_idx + 1 == self.plan.total_steps * self.plan.accumulation:
+            self.trainer.val_check_batch = batch_idx + 1  # the last step is validated, whatever the interval
 
     def on_validation_epoch_start(self) -> None:
         exact = torch.float32 if self.device.type == "mps" else torch.float64
