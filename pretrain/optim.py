@@ -288,12 +288,10 @@ def orthogonalise(updates: Sequence[Tensor], steps: int) -> list[Tensor]:
     for update in updates:
         matrices = update.bfloat16().reshape(-1, *update.shape[-2:])
         wide.append(matrices.mT if _is_tall(update) else matrices)
-    batch = torch.cat(wide)
-    if batch.device.type == "cpu" and batch.shape[-2] > CPU_MAX_BATCHED_ROWS:
-        batch = torch.stack([newton_schulz(matrix, steps) for matrix in batch])
+    if wide[0].device.type == "cpu" and wide[0].shape[-2] > CPU_MAX_BATCHED_ROWS:
+        results = [torch.stack([newton_schulz(matrix, steps) for matrix in matrices]) for matrices in wide]
     else:
-        batch = newton_schulz(batch, steps)
-    results = batch.split([len(matrices) for matrices in wide])
+        results = list(newton_schulz(torch.cat(wide), steps).split([len(matrices) for matrices in wide]))
     return [
         (result.mT if _is_tall(update) else result).reshape(update.shape)
         for update, result in zip(updates, results, strict=True)
