@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import re
 import sys
 import warnings
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class OneLineParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         text = " ".join(message.split())
+        # Of a value that fits none of many types, what was expected and given says enough.
+        text = re.sub(r"Does not validate against any of the Union subtypes Subtypes: .*? Errors: ", "", text)
         print(f"error: {text}{self._suggestion(text)} (--help lists all keys)", file=sys.stderr)
         sys.exit(EXIT_CODE)
 
@@ -190,9 +193,7 @@ def fit(
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     data.prepare_data()
     data.setup("fit")
-    module.check_data(data)
-    module.plan = module.make_plan(trainer, data)
-    check_weights(cli)
+    check_run(cli)
     apply_plan(trainer, module.plan)
     if trainer.is_global_zero:
         print(module.description(data), flush=True)
@@ -227,29 +228,40 @@ def with_config(arguments: list[str], demo_config: Path) -> list[str]:
     return ["--config", str(demo_config), *arguments]
 
 
-def check_weights(cli: PretrainCLI) -> None:
-    """Raise a UserError if the weights to start from do not fit the model, before anything is written."""
-    file = cli.checkpoint or (find_checkpoint(cli.model.init_from) if cli.model.init_from else None)
+def check_run(cli: PretrainCLI) -> None:
+    """Set the module's plan, and raise a UserError if recipe, data, model and weights do not go together."""
+    module = cli.model
+    module.check_data(cli.datamodule)
+    module.plan = module.make_plan(cli.trainer, cli.datamodule)
+    preview = module.build_meta_model()
+    try:
+        _, module.optimizer_table = module.build_optimizer(preview)
+        module.schedule()
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    file = cli.checkpoint or (find_checkpoint(module.init_from) if module.init_from else None)
     if file is None:
         return
     checkpoint = read_checkpoint(file)
-    check_same_architecture(cli.model.build_meta_model(), checkpoint, str(file))
-    if cli.checkpoint is not None and checkpoint["global_step"] >= cli.model.plan.total_steps:
+    check_same_architecture(preview, checkpoint, str(file))
+    if cli.checkpoint is not None and checkpoint["global_step"] >= module.plan.total_steps:
         raise UserError(
-            f"{file} is at step {checkpoint['global_step']}, and the run ends at {cli.model.plan.total_steps} "
-            f"({cli.model.plan.limit}): raise that limit to go on"
+            f"{file} is at step {checkpoint['global_step']}, and the run ends at {module.plan.total_steps} "
+            f"({module.plan.limit}): raise that limit to go on"
         )
 
 
 def quieten_libraries() -> None:
     """Keep what libraries say about themselves out of the output; warnings about the run stay."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name, level in (("lightning", logging.WARNING), ("huggingface_hub", logging.ERROR)):
+        for logger in (name, *(f"{name}.{part}" for part in ("pytorch", "fabric", "utils"))):
+            logging.getLogger(logger).setLevel(level)
     for message in (
         ".*does not have many workers.*",
         ".*is smaller than the logging interval.*",
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*available but not used.*",
         ".*Experiment logs directory .* exists.*",
+        ".*treespec, LeafSpec.*",
     ):
         warnings.filterwarnings("ignore", message)

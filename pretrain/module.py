@@ -10,7 +10,7 @@ from torch import nn
 
 from pretrain.checkpoint import check_same_architecture, load_weights
 from pretrain.metrics import log_metrics
-from pretrain.optim import OptimizerConfig, Rule, build_optimizer
+from pretrain.optim import OptimizerConfig, Rule, build_optimizer, format_table
 from pretrain.order import global_seed, noise_seed
 from pretrain.parallelize import parallelize
 from pretrain.plan import Plan, apply_plan, make_plan
@@ -115,6 +115,7 @@ class PretrainModule(L.LightningModule):
             f"{plan.total_steps * plan.units_per_step:,} {self.unit}, {plan.epochs:.2f} epochs; each step "
             f"{plan.accumulation} x {plan.micro_batch_size} samples on {plan.world_size} device(s)"
         )
+        lines.append(format_table(self.optimizer_table))
         return "\n".join(lines)
 
     def setup(self, stage: str) -> None:
@@ -134,15 +135,19 @@ class PretrainModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         assert self.model is not None
+        optimizer, self.optimizer_table = self.build_optimizer(self.model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def build_optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, list[dict[str, Any]]]:
+        """Return the optimizer of a model, and the table of its groups."""
         assert self.plan is not None
-        optimizer, self.optimizer_table = build_optimizer(
+        return build_optimizer(
             self.optimizer_config,
-            self.model.named_parameters(),
+            model.named_parameters(),
             self.rules(),
             global_batch_size=self.plan.global_batch_size,
         )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule())
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def schedule(self) -> Callable[[int], float]:
         """Return the learning rate's multiple of its peak as a function of the step."""
