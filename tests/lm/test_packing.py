@@ -15,6 +15,8 @@ from lm.data.packing import PackedTokens
 from lm.data.prepared import open_prepared, prepare
 from pretrain.errors import UserError
 
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
+
 
 def prepared(folder: Path, texts: list[str], shard_tokens: int = 7):
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
