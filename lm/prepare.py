@@ -81,7 +81,8 @@ class _Parser(ArgumentParser):
 def main(args: list[str] | None = None) -> None:
     """Run the command with `args`, by default those of the command line."""
     parser = _Parser(prog="python -m lm.prepare", description="Tokenize documents once, into a folder of token shards.")
-    parser.add_function_arguments(prepare_documents)
+    parser.add_function_arguments(prepare_documents, skip={"overwrite"})
+    parser.add_argument("--overwrite", action="store_true", help="Replace the output folder if it is a prepared one.")
     prepare_documents(**vars(parser.parse_args(args)))
 
 
