@@ -15,9 +15,6 @@ from torch import nn
 import moa
 from moa import FFNConfig
 
-# Targets with this value are no targets: the padding behind the last document.
-IGNORE_INDEX = -100
-
 
 @dataclass
 class LlamaConfig:
@@ -83,7 +80,10 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        q, k, v = (linear(x_BLD).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k, v = (
+            projection(x_BLD).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out_BHLK = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.o(out_BHLK.transpose(1, 2).flatten(-2))
@@ -130,14 +130,17 @@ class Llama(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw fresh weights, as the table above says."""
-        config = self.config
+        std = self.config.init_std
         for module in self.modules():
             if isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
             elif isinstance(module, moa.FeedForward):
-                config.ffn.reset(module, std=config.init_std)
-        for module in (self.embed, self.head, *(linear for block in self.blocks for linear in block.attn.children())):
-            nn.init.normal_(module.weight, std=config.init_std)
+                self.config.ffn.reset(module, std)
+            elif isinstance(module, Attention):
+                for projection in (module.q, module.k, module.v, module.o):
+                    nn.init.normal_(projection.weight, std=std)
+        nn.init.normal_(self.embed.weight, std=std)
+        nn.init.normal_(self.head.weight, std=std)
 
     def forward(self, tokens_BL: torch.Tensor, segments_BL: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of the next token, (B, L, V).
@@ -188,8 +191,8 @@ def num_parameters(config: LlamaConfig) -> dict[str, int]:
 def flops_per_token(config: LlamaConfig, length: int) -> int:
     """Return the floating-point operations of one token in training: forward and, twice as much, backward.
 
-    Matrix products only, 2 per multiply-add, as MFU is counted (Chowdhery et al. 2022, appendix B): attention scores and
-    their use of the values over the whole `length`, although half of it is masked.
+    Matrix products only, 2 per multiply-add, as MFU is counted (Chowdhery et al. 2022, appendix B): attention scores
+    and their use of the values over the whole `length`, although half of it is masked.
     """
     d = config.d_model
     per_layer = 2 * 4 * d * d + 2 * 2 * length * d + config.ffn.flops_per_token(d)

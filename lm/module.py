@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lm.callbacks import TextSamples
-from lm.model import IGNORE_INDEX, Block, Llama, LlamaConfig, flops_per_token, num_parameters
+from lm.data.packing import IGNORED
+from lm.model import Block, Llama, LlamaConfig, flops_per_token, num_parameters
 from lm.rules import optimizer_rules
 from moa import FFNConfig
 from pretrain.errors import UserError
@@ -71,10 +72,8 @@ class LanguageModule(PretrainModule):
         assert self.model is not None
         logits = self.model(batch["inputs"], batch.get("segments"))
         targets = batch["targets"]
-        loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
-        return loss, (targets != IGNORE_INDEX).sum()
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return loss, (targets != IGNORED).sum()
 
     def rules(self) -> list[Rule]:
         return optimizer_rules(self.optimizer_config)

@@ -145,8 +145,8 @@ class PretrainCLI(LightningCLI):
         csv = CsvLogger(self.folder / METRICS, keep_until_step=resumed_step)
         if chosen is None or chosen is True:
             # Points past the resumed step are of a life that the checkpoint does not know.
-            purge = {"purge_step": resumed_step + 1} if resumed_step else {}
-            return [TensorBoardLogger(str(self.folder), name="", version="", **purge), csv]
+            purge_step = resumed_step + 1 if resumed_step else None
+            return [TensorBoardLogger(str(self.folder), name="", version="", purge_step=purge_step), csv]
         return [*(chosen if isinstance(chosen, list) else [chosen]), csv]
 
     def config_text(self) -> str:
@@ -176,7 +176,13 @@ class FinishedRun:
 
 
 def fit(
-    model_class: type, data_class: type, *, prog: str, description: str, demo_config: Path, args: list[str] | None = None
+    model_class: type,
+    data_class: type,
+    *,
+    prog: str,
+    description: str,
+    demo_config: Path,
+    args: list[str] | None = None,
 ) -> FinishedRun:
     """Parse, check everything, train; print where the run lies.
 

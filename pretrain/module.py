@@ -24,7 +24,7 @@ class PretrainModule(L.LightningModule):
     loss, `validation_metrics`.
 
     The loss of an optimizer step is the mean over all its targets, on all ranks and in all micro-batches. `loss` returns
-    a sum; it is divided by the number of targets in the whole step, which every batch carries as `step_targets`.
+    a sum, which is divided by the number of targets in the whole step: every batch carries it as `step_targets`.
     """
 
     #: what throughput counts: "tokens" or "images"

@@ -5,6 +5,7 @@ import gzip
 import io
 import itertools
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ SUPPORTED = "files may be .txt, .jsonl or .parquet, each also .gz or .zst"
 # Names that end like a file are never taken for a dataset on the hub.
 FILE_SUFFIXES = (*KINDS, *COMPRESSIONS, ".json", ".csv", ".tsv", ".zip", ".tar", ".arrow", ".md", ".bin")
 BATCH_ROWS = 64
+# NAME[:SUBSET[:SPLIT]]; an empty subset is the dataset's default one.
+HUB_SOURCE = re.compile(rf"(?P<name>{HUB_NAME.pattern})(:(?P<subset>[^:/]*)(:(?P<split>[^:/]+))?)?", re.ASCII)
 
 
 @dataclass
@@ -66,8 +69,6 @@ Row = tuple[str, int, str | BadRow]
 def read_documents(
     source: str,
     text_field: str = "text",
-    subset: str | None = None,
-    split: str = "train",
     max_bad: int = 0,
     report: ReadReport | None = None,
 ) -> Iterator[str]:
@@ -77,10 +78,9 @@ def read_documents(
     passed over.
 
     Args:
-        source: a file, a folder (searched recursively), a glob, or the name of a dataset on the Hugging Face hub.
+        source: a file, a folder (searched recursively), a glob, or a dataset on the Hugging Face hub, written
+            NAME[:SUBSET[:SPLIT]]; the split is train unless named.
         text_field: the field that holds the text, in .jsonl, .parquet and hub datasets.
-        subset: configuration of a hub dataset.
-        split: split of a hub dataset.
         max_bad: how many broken rows may be left out; one more is an error.
         report: filled in while reading.
 
@@ -91,12 +91,8 @@ def read_documents(
     report = ReadReport() if report is None else report
     found = find_files(source)
     if found is None:
-        rows = _hub_rows(source, text_field, subset, split)
+        rows = _hub_rows(source, text_field)
     else:
-        if subset is not None or split != "train":
-            raise UserError(
-                f"subset and split choose within a Hugging Face dataset, but {source} is local: leave them out"
-            )
         report.ignored_files = found.ignored
         rows = _file_rows(found.files, text_field)
     return _documents(rows, source, max_bad, report)
@@ -127,7 +123,7 @@ def find_files(source: str) -> SourceFiles | None:
             raise UserError(
                 f"the glob {source} matches nothing: check it, and quote it so that the shell leaves it alone"
             )
-    elif HUB_NAME.fullmatch(source) and path.suffix not in FILE_SUFFIXES:
+    elif HUB_SOURCE.fullmatch(source) and path.suffix not in FILE_SUFFIXES:
         return None
     else:
         raise UserError(f"{source}: no such file or folder")
@@ -263,14 +259,22 @@ def _parquet_rows(file: Path, text_field: str) -> Iterator[Row]:
             raise _unreadable(file, number, error) from error
 
 
-def _hub_rows(name: str, text_field: str, subset: str | None, split: str) -> Iterator[Row]:
+def hub_dataset(source: str) -> tuple[str, str | None, str]:
+    """Name, subset and split of a source NAME[:SUBSET[:SPLIT]]; the default subset and the train split unless named."""
+    match = HUB_SOURCE.fullmatch(source)
+    if match is None:
+        raise UserError(f"{source} is no Hugging Face dataset: write NAME, NAME:SUBSET or NAME:SUBSET:SPLIT")
+    return match["name"], match["subset"] or None, match["split"] or "train"
+
+
+def _hub_rows(source: str, text_field: str) -> Iterator[Row]:
+    name, subset, split = hub_dataset(source)
     try:
         stream = _datasets().load_dataset(name, subset, split=split, streaming=True)
         names = stream.column_names
     except Exception as error:  # many kinds: no network, offline mode, unknown name, subset or split, gated
-        where = " ".join([name, *([f"subset {subset}"] if subset else []), f"split {split}"])
         raise UserError(
-            f"{where} is no local file or folder and cannot be opened on the Hugging Face hub "
+            f"{source} is no local file or folder and cannot be opened on the Hugging Face hub "
             f"({_reason(error)}): check the name, subset, split and network, or give a local path"
         ) from error
     if names is not None and text_field not in names:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from lm.data.documents import ReadReport, _stream_rows, find_files, read_documents
+from lm.data.documents import ReadReport, _stream_rows, find_files, hub_dataset, read_documents
 from pretrain.errors import UserError
 
 TEXTS = ["First document.", "Zweites Dokument: äöü 😀\nwith a line", "三つ目\u2028\x85 line separators", " "]
@@ -175,7 +175,6 @@ def test_sources_that_are_not_there_say_so(tmp_path):
     assert "supported kind" in message(tmp_path / "a.csv")
     assert "holds no file to read (2 of other kinds)" not in message(f"{tmp_path}/*.csv")
     assert "no documents (1 empty" in message(tmp_path / "nothing.txt")
-    assert "leave them out" in message(tmp_path / "nothing.txt", subset="en")
     with pytest.raises(UserError):  # before anything is read
         read_documents(str(tmp_path / "missing.jsonl"))
 
@@ -184,6 +183,7 @@ def test_a_bare_name_is_a_hub_dataset_and_a_path_never_is(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert find_files("owner/name") is None
     assert find_files("name") is None
+    assert find_files("owner/name:subset:split") is None
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner" / "name").mkdir()
     (tmp_path / "owner" / "name" / "a.txt").write_text("a")
@@ -192,7 +192,20 @@ def test_a_bare_name_is_a_hub_dataset_and_a_path_never_is(tmp_path, monkeypatch)
     assert [file.name for file in found.files] == ["a.txt"]
 
 
+@pytest.mark.parametrize(
+    ("source", "dataset"),
+    [
+        ("owner/name", ("owner/name", None, "train")),
+        ("owner/name:sample-10BT", ("owner/name", "sample-10BT", "train")),
+        ("name:en:validation", ("name", "en", "validation")),
+        ("owner/name::validation", ("owner/name", None, "validation")),
+    ],
+)
+def test_a_hub_name_may_choose_a_subset_and_a_split(source, dataset):
+    assert hub_dataset(source) == dataset
+
+
 def test_without_a_network_a_hub_name_is_one_line(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "cannot be opened on the Hugging Face hub" in message("nobody/nothing", subset="en")
+    assert "cannot be opened on the Hugging Face hub" in message("nobody/nothing:en")

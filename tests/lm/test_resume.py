@@ -92,9 +92,7 @@ def test_a_finished_run_goes_on_with_a_higher_limit(tmp_path):
     whole = train(tmp_path / "whole", **constant).folder
     half = train(tmp_path / "half", trainer__max_steps=10, **constant).folder
     resume(half, "--trainer.max_steps=20")
-    assert_identical(
-        state_of(half / "checkpoints" / "last.ckpt"), state_of(whole / "checkpoints" / "last.ckpt")
-    )
+    assert_identical(state_of(half / "checkpoints" / "last.ckpt"), state_of(whole / "checkpoints" / "last.ckpt"))
 
 
 def test_init_from_takes_the_weights_only(tmp_path):
