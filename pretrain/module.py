@@ -23,8 +23,8 @@ class PretrainModule(L.LightningModule):
     A domain provides `build_model`, `loss`, `rules`, `flops_per_unit` and, if it has more to say about a validation
     loss, `validation_metrics`.
 
-    The loss of an optimizer step is the mean over all its targets, on all ranks and in all micro-batches. `loss` returns
-    a sum, which is divided by the number of targets in the whole step: every batch carries it as `step_targets`.
+    The loss of an optimizer step is the mean over all its targets, on all ranks and in all micro-batches. `loss`
+    returns a sum, divided by the number of targets in the whole step, which every batch carries as `step_targets`.
     """
 
     #: what throughput counts: "tokens" or "images"
