@@ -2,9 +2,9 @@
 
     python -m benchmarks.moe_layer [--kind swiglu] [--json result.json]
 
-The layer is that of LlamaMoE-0.25B: d = 640, 32 experts, 4 active, one shared expert. The dense layer is one feed-forward
-of width 4 x 426 + 1706, the same number of multiply-adds for a token. Both run in turn, and the ratio is the median of the
-ratios of neighbours, so that a machine that slows down slows both.
+The layer is that of LlamaMoE-0.25B: d = 640, 32 experts, 4 active, one shared expert. The dense layer is one
+feed-forward of width 4 x 426 + 1706, the same number of multiply-adds for a token. Both run in turn, and the ratio is
+the median of the ratios of neighbours, so that a machine that slows down slows both.
 """
 
 import argparse

@@ -61,13 +61,13 @@ class _PermuteRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.copies = copies
         return x.index_select(0, order // copies)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+    def backward(ctx, gradient: Tensor):
         (inverse,) = ctx.saved_tensors
         rows = gradient.index_select(0, inverse)
         if ctx.copies > 1:
@@ -102,11 +102,8 @@ def _linear_in_a_loop(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, 
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     # `unbind`, not indexing: the gradient of an index is as large as the whole stack, for every expert.
     biases = [None] * len(sizes) if bias_EO is None else bias_EO.unbind()
-    rows = [
-        F.linear(x, weight, bias)
-        for x, weight, bias in zip(x_NI.split(sizes), weight_EOI.unbind(), biases, strict=True)
-    ]
-    return torch.cat(rows)
+    experts = zip(x_NI.split(sizes), weight_EOI.unbind(), biases, strict=True)
+    return torch.cat([F.linear(x, weight, bias) for x, weight, bias in experts])
 
 
 def _grouped_mm(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
@@ -131,9 +128,9 @@ class _ContiguousGradient(torch.autograd.Function):
     """The identity, for an operation whose backward cannot read a broadcast gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx, gradient: Tensor) -> Tensor:
         return gradient.contiguous()

@@ -1,5 +1,7 @@
 """What a person sees of a mixture of experts in training: who gets the tokens, and how sure the routers are."""
 
+import statistics
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -24,8 +26,8 @@ class ExpertLoad(L.Callback):
     - `router_entropy`, in units of log n_experts (1: the router has no preference);
     - `balance_loss` and `z_loss`, before their weights.
 
-    Under `moe/` itself the same over all layers: means, the sum of dead experts, the extreme loads. At every validation and
-    at the end, a picture `moe/load`: the fraction of tokens of every expert in every layer since the last picture.
+    Under `moe/` itself the same over all layers: means, the sum of dead experts, the extreme loads. At every validation
+    and at the end, a picture `moe/load`: the fraction of tokens of every expert in every layer since the last picture.
 
     It counts what `training_step` returns, so neither evaluation nor recomputation can add to it.
     """
@@ -39,13 +41,13 @@ class ExpertLoad(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         routing: Routing = outputs["routing"]
-        self._sums = (
-            routing if self._sums is None else Routing(*(a + b for a, b in zip(self._sums, routing, strict=True)))
-        )
+        sums = routing if self._sums is None else [a + b for a, b in zip(self._sums, routing, strict=True)]
+        self._sums = Routing(*sums)
         self._micro_batches += 1
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        if trainer.global_step % trainer.log_every_n_steps == 0 or trainer.global_step == trainer.max_steps:
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector of Lightning's
+        if trainer.global_step % every == 0 or trainer.global_step == trainer.max_steps:
             self._log(trainer, pl_module.config.moe.top_k)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -91,11 +93,11 @@ def load_metrics(routing: Routing, tokens: float) -> dict[str, float]:
         "balance_loss": routing.balance_loss,
         "z_loss": routing.z_loss,
     }
-    together = {"dead_experts": sum, "min_load": min, "max_load": max}
-    metrics = {}
+    together: dict[str, Callable[[list[float]], float]] = {"dead_experts": sum, "min_load": min, "max_load": max}
+    metrics: dict[str, float] = {}
     for name, column in columns.items():
         values = column.tolist()
-        metrics[f"moe/{name}"] = together[name](values) if name in together else sum(values) / len(values)
+        metrics[f"moe/{name}"] = together.get(name, statistics.fmean)(values)
         metrics |= {f"moe/blocks.{layer}/{name}": value for layer, value in enumerate(values)}
     return metrics
 

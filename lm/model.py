@@ -17,9 +17,6 @@ from torch import nn
 from lm.moe import MoE, MoEConfig, Routing
 from moa import FFNConfig
 
-# Targets with this value are no targets: the padding behind the last document.
-IGNORE_INDEX = -100
-
 
 @dataclass
 class LlamaConfig:
@@ -89,7 +86,8 @@ class Attention(nn.Module):
         self, x_BLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         q, k, v = (
-            linear(x_BLD).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+            projection(x_BLD).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out_BHLK = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
@@ -107,19 +105,16 @@ class Block(nn.Module):
         self.attn_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.attn = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        if config.moe is None:
-            self.ffn = config.ffn.build(config.d_model)
-        else:
-            self.ffn = MoE(config.moe, config.ffn, config.d_model)
+        d, moe = config.d_model, config.moe
+        self.ffn: nn.Module = config.ffn.build(d) if moe is None else MoE(moe, config.ffn, d)
 
     def forward(
         self, x_BLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, Routing | None]:
         x_BLD = x_BLD + self.attn(self.attn_norm(x_BLD), cos, sin, mask)
-        out, routing = self.ffn(self.ffn_norm(x_BLD)), None
-        if isinstance(out, tuple):
-            out, routing = out
-        return x_BLD + out, routing
+        out = self.ffn(self.ffn_norm(x_BLD))
+        out_BLD, routing = out if isinstance(self.ffn, MoE) else (out, None)
+        return x_BLD + out_BLD, routing
 
 
 class Llama(nn.Module):
@@ -148,14 +143,17 @@ class Llama(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw fresh weights, as the table above says."""
-        config = self.config
+        std = self.config.init_std
         for module in self.modules():
             if isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
+            elif isinstance(module, Attention):
+                for projection in (module.q, module.k, module.v, module.o):
+                    nn.init.normal_(projection.weight, std=std)
             elif isinstance(module, Block):
-                config.ffn.reset(module.ffn, std=config.init_std)
-        for module in (self.embed, self.head, *(linear for block in self.blocks for linear in block.attn.children())):
-            nn.init.normal_(module.weight, std=config.init_std)
+                self.config.ffn.reset(module.ffn, std)
+        nn.init.normal_(self.embed.weight, std=std)
+        nn.init.normal_(self.head.weight, std=std)
 
     def forward(
         self, tokens_BL: torch.Tensor, segments_BL: torch.Tensor | None = None, *, with_routing: bool = False
@@ -220,8 +218,9 @@ def num_parameters(config: LlamaConfig, activated: bool = False) -> dict[str, in
 def flops_per_token(config: LlamaConfig, length: int) -> int:
     """Return the floating-point operations of one token in training: forward and, twice as much, backward.
 
-    Matrix products only, 2 per multiply-add, as MFU is counted (Chowdhery et al. 2022, appendix B): attention scores and
-    their use of the values over the whole `length`, although half of it is masked. Of the experts, those that a token uses.
+    Matrix products only, 2 per multiply-add, as MFU is counted (Chowdhery et al. 2022, appendix B): attention scores
+    and their use of the values over the whole `length`, although half of it is masked. Of the experts, those that a
+    token uses.
     """
     d, moe = config.d_model, config.moe
     feed_forward = config.ffn.flops_per_token(d) if moe is None else moe.flops_per_token(config.ffn, d)

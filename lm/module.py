@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lm.callbacks import TextSamples
+from lm.data.packing import IGNORED
 from lm.expert_load import ExpertLoad
-from lm.model import IGNORE_INDEX, Block, Llama, LlamaConfig, flops_per_token, num_parameters
+from lm.model import Block, Llama, LlamaConfig, flops_per_token, num_parameters
 from lm.moe import MoE, MoEConfig, Routing
 from lm.rules import optimizer_rules
 from moa import FFNConfig
@@ -74,14 +75,14 @@ class LanguageModule(PretrainModule):
 
     def loss(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         loss_sum, _ = self.loss_and_routing(batch)
-        return loss_sum, (batch["targets"] != IGNORE_INDEX).sum()
+        return loss_sum, (batch["targets"] != IGNORED).sum()
 
     def loss_and_routing(self, batch: dict[str, Any]) -> tuple[torch.Tensor, Routing | None]:
         """Return the sum of the cross-entropy, and what the routers did; None without experts."""
         assert self.model is not None
         logits, routing = self.model(batch["inputs"], batch.get("segments"), with_routing=True)
         loss_sum = F.cross_entropy(
-            logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED, reduction="sum"
         )
         return loss_sum, routing
 

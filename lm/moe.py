@@ -168,7 +168,7 @@ def balance_loss(probabilities_TE: Tensor, load_E: Tensor) -> Tensor:
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
-    """Return the mean over tokens of logsumexp(logits)^2, which keeps logits small (ST-MoE, Zoph et al. 2022, eq. 5)."""
+    """Return the mean over tokens of logsumexp(logits)^2: it keeps logits small (ST-MoE, Zoph et al. 2022, eq. 5)."""
     return logits_TE.logsumexp(-1).square().mean()
 
 
@@ -208,13 +208,8 @@ class MoE(nn.Module):
         self.config = config
         self.router = nn.Linear(d_model, config.n_experts, bias=False)
         self.register_buffer("balance_bias", torch.zeros(config.n_experts))
-        self.experts = Experts(
-            config.expert(ffn, d_model),
-            d_model,
-            config.n_experts,
-            own_mix=not config.shared_gates,
-            dispatch=config.dispatch,
-        )
+        expert, own_mix = config.expert(ffn, d_model), not config.shared_gates
+        self.experts = Experts(expert, d_model, config.n_experts, own_mix, config.dispatch)
         shared = config.shared(ffn, d_model)
         self.shared = shared.build(d_model) if shared else None
 
@@ -245,8 +240,8 @@ class MoE(nn.Module):
         """Choose experts for each token.
 
         Returns:
-            logits (T, E); probabilities (T, E), the scores made to sum to one; and, of each token's experts, the weights
-            (T, K) of their outputs and their numbers (T, K).
+            logits (T, E); probabilities (T, E), the scores made to sum to one; and, of each token's experts, the
+            weights (T, K) of their outputs and their numbers (T, K).
         """
         # In float32 at least: a rounded logit would send a token elsewhere (ST-MoE's selective precision).
         exact = torch.promote_types(x_TD.dtype, torch.float32)
@@ -296,7 +291,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02, gate_std: float | None = None, coefficient: float = 0.5) -> None:
-        """Fill every parameter anew; arguments as in `moa.FeedForward.reset_parameters`. The router counts as projection."""
+        """Fill every parameter anew, as `moa.FeedForward.reset_parameters`; the router counts as a projection."""
         nn.init.normal_(self.router.weight, std=std)
         nn.init.zeros_(self.balance_bias)
         self.experts.reset_parameters(std, gate_std, coefficient)
@@ -321,8 +316,9 @@ class MoE(nn.Module):
 class Experts(nn.Module):
     """The sparse experts of a layer, their parameters stacked: `w1` (E, F, D), and so on.
 
-    The names and shapes are those of `moa.FeedForward` behind an axis for the experts: `w1`, `w2` and, for Type-II, `w3`,
-    with biases `w1_bias` ..; gates `u`, `v` (E, R, D) with `u_bias`, `v_bias`; coefficients `alpha`, `beta` (E, R).
+    The names and shapes are those of `moa.FeedForward` behind an axis for the experts: `w1`, `w2` and, for Type-II,
+    `w3`, with biases `w1_bias` ..; gates `u`, `v` (E, R, D) with `u_bias`, `v_bias`; coefficients `alpha`, `beta`
+    (E, R).
 
     Args:
         ffn: what each expert is, its width included.
@@ -377,10 +373,8 @@ class Experts(nn.Module):
     def mixing_weights(self, x_ND: Tensor, groups: Groups) -> dict[str, Tensor]:
         """Return, for each slot, the mixing weights of every routed token, (N, R); {} for fixed kinds."""
         if self.gate is None:
-            return {
-                slot: getattr(self, moa.COEFFICIENT_NAMES[slot]).index_select(0, groups.expert_N)
-                for slot in self.labels
-            }
+            names = {slot: moa.COEFFICIENT_NAMES[slot] for slot in self.labels}
+            return {slot: getattr(self, name).index_select(0, groups.expert_N) for slot, name in names.items()}
         phi = moa.find_gate(self.gate)
         return {slot: phi(self._linear(moa.GATE_NAMES[slot], x_ND, groups)) for slot in self.labels}
 

@@ -11,8 +11,6 @@ def prepare_documents(
     output: str,
     tokenizer: str = "gpt2",
     text_field: str = "text",
-    subset: str | None = None,
-    split: str = "train",
     val_fraction: float = 0.0,
     max_bad: int = 0,
     max_tokens: int | None = None,
@@ -24,12 +22,11 @@ def prepare_documents(
 
     Args:
         source: A .txt, .jsonl or .parquet file (each also .gz or .zst), a folder or a quoted glob of them, or the
-            name of a Hugging Face dataset, which is streamed. One .txt file or one row is one document.
+            name of a Hugging Face dataset, which is streamed: NAME[:SUBSET[:SPLIT]]. One .txt file or one row is
+            one document.
         output: The folder to make. It appears when it is complete; an interruption leaves nothing.
         tokenizer: bytes, gpt2, a local tokenizer.json or SentencePiece .model, or a Hugging Face name.
         text_field: The field of .jsonl, .parquet and Hugging Face rows that holds the text.
-        subset: The configuration of a Hugging Face dataset.
-        split: The split of a Hugging Face dataset.
         val_fraction: The share of documents to hold out for validation, evenly spread, 0 to 0.5.
         max_bad: How many broken rows may be left out; they are counted and the first few named.
         max_tokens: Stop after the document that brings the total to this number of tokens.
@@ -42,8 +39,6 @@ def prepare_documents(
         output,
         tokenizer,
         text_field=text_field,
-        subset=subset,
-        split=split,
         val_fraction=val_fraction,
         max_bad=max_bad,
         max_tokens=max_tokens,
@@ -81,7 +76,8 @@ class _Parser(ArgumentParser):
 def main(args: list[str] | None = None) -> None:
     """Run the command with `args`, by default those of the command line."""
     parser = _Parser(prog="python -m lm.prepare", description="Tokenize documents once, into a folder of token shards.")
-    parser.add_function_arguments(prepare_documents)
+    parser.add_function_arguments(prepare_documents, skip={"overwrite"})
+    parser.add_argument("--overwrite", action="store_true", help="Replace the output folder if it is a prepared one.")
     prepare_documents(**vars(parser.parse_args(args)))
 
 

@@ -6,9 +6,9 @@ from pretrain.optim import Algorithm, MuonConfig, OptimizerConfig, Rule
 def optimizer_rules(config: OptimizerConfig) -> list[Rule]:
     """Groups of Llama and LlamaMoE, by role.
 
-    With `muon_adamw`, Muon trains the matrices of the Transformer layers, each expert's own, and AdamW all else: embedding,
-    head, norms, router and, unless `muon.gates` says otherwise, gates (paper, training appendix). With `adamw` the groups
-    are the same. `decay=False` marks what `decay: matrices` exempts.
+    With `muon_adamw`, Muon trains the matrices of the Transformer layers, each expert's own, and AdamW all else:
+    embedding, head, norms, router and, unless `muon.gates` says otherwise, gates (paper, training appendix). With
+    `adamw` the groups are the same. `decay=False` marks what `decay: matrices` exempts.
     """
     matrices: Algorithm = "muon" if config.name == "muon_adamw" else "adamw"
     gates: Algorithm = (config.muon or MuonConfig()).gates if config.name == "muon_adamw" else "adamw"

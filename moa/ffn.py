@@ -87,7 +87,7 @@ class FeedForward(nn.Module):
         return self._mixing(y, z, weights, self.activations)
 
     def mixing_weights(self, x: Tensor) -> dict[str, Tensor]:
-        """What `mix` reads: the gates (..., rows) of each token, or the coefficients (rows,) of LA, under "pi" and "rho"."""
+        """What `mix` reads, "pi" and, bi-sided, "rho": the gates (..., rows) of each token, or LA's coefficients (rows,)."""
         return self.gates(x) or {slot: getattr(self, COEFFICIENT_NAMES[slot]) for slot in self._labels}
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
@@ -114,6 +114,12 @@ class FeedForward(nn.Module):
         if self.gate is not None:
             return {}
         return {COEFFICIENT_NAMES[slot]: getattr(self, COEFFICIENT_NAMES[slot]) for slot in self._labels}
+
+    def coefficient_labels(self) -> dict[str, list[str]]:
+        """What each coefficient weighs, in its order, named as in `gate_labels`; {} for all but LA kinds."""
+        if self.gate is not None:
+            return {}
+        return {COEFFICIENT_NAMES[slot]: list(labels) for slot, labels in self._labels.items()}
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02, gate_std: float | None = None, coefficient: float = 0.5) -> None:

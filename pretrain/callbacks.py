@@ -1,5 +1,6 @@
 """What a person sees of a running job: the progress bar, the gates of its layers, a clean stop."""
 
+import math
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,11 @@ from pretrain.metrics import StepMetrics, log_metrics
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from pretrain.module import PretrainModule
-
 
 def find_callback(trainer: L.Trainer, kind: type) -> Any:
     """Return the trainer's callback of a class, or None."""
-    return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)  # type: ignore[attr-defined]
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector of Lightning's
+    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
 def log_figure(trainer: L.Trainer, tag: str, figure: "Figure") -> None:
@@ -47,7 +47,7 @@ class StepProgress(ProgressBar):
     def enable(self) -> None:
         self._enabled = True
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: "PretrainModule") -> None:  # type: ignore[override]
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         visible = self._enabled and trainer.is_global_zero
         self._bar = tqdm(
             total=trainer.max_steps,
@@ -59,9 +59,7 @@ class StepProgress(ProgressBar):
             mininterval=0.5 if sys.stderr.isatty() else 10.0,  # a log file wants few lines
         )
 
-    def on_train_batch_end(  # type: ignore[override]
-        self, trainer: L.Trainer, pl_module: "PretrainModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._bar is None or trainer.global_step == self._bar.n:
             return
         self._bar.set_postfix({**self._speed(trainer, pl_module), **self._validation}, refresh=False)
@@ -94,7 +92,7 @@ class StepProgress(ProgressBar):
             self._bar.close()
             self._bar = None
 
-    def _speed(self, trainer: L.Trainer, pl_module: "PretrainModule") -> dict[str, str]:
+    def _speed(self, trainer: L.Trainer, pl_module: Any) -> dict[str, str]:
         latest = find_callback(trainer, StepMetrics).latest
         if not latest:
             return {}
@@ -151,7 +149,7 @@ class GateStatistics(L.Callback):
     def on_validation_batch_end(
         self,
         trainer: L.Trainer,
-        pl_module: "PretrainModule",  # type: ignore[override]
+        pl_module: Any,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -179,7 +177,7 @@ class GateStatistics(L.Callback):
 
 
 @torch.no_grad()
-def _layer_inputs(pl_module: "PretrainModule", layers: dict[str, nn.Module], batch: Any) -> dict[str, torch.Tensor]:
+def _layer_inputs(pl_module: Any, layers: dict[str, nn.Module], batch: Any) -> dict[str, torch.Tensor]:
     """Run the batch once more and return what each layer is given, (tokens, d)."""
     inputs: dict[str, torch.Tensor] = {}
 
@@ -209,7 +207,8 @@ def gate_mixes(layer: Any, x: torch.Tensor) -> dict[str, dict[str, float]]:
     for gate, weights in layer.gates(x).items():
         weights = weights.float()  # (tokens, m)
         share = weights.abs() / weights.abs().sum(-1, keepdim=True).clamp_min(1e-12)
-        entropy = -(share * share.clamp_min(1e-12).log()).sum(-1).mean() / max(torch.tensor(weights.shape[-1]).log(), 1e-12)
+        even = math.log(weights.shape[-1]) or 1.0  # the entropy of an even mix; of a single activation it is 0
+        entropy = -(share * share.clamp_min(1e-12).log()).sum(-1).mean() / even
         labels = layer.gate_labels()[gate]
         spread = weights.std(0, correction=0)
         mixes[gate] = {

@@ -1,4 +1,4 @@
-"""Checkpoints: when they are written, where they are found, and how their weights are read. Nothing in one is executed."""
+"""Checkpoints: when they are written, where they are found, how their weights are read. Nothing in one is executed."""
 
 from pathlib import Path
 from typing import Any

@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import re
 import sys
 import warnings
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 
 import lightning as L
 import yaml
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
@@ -38,6 +39,8 @@ class OneLineParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         text = " ".join(message.split())
+        # Of a value that fits none of many types, what was expected and given says enough.
+        text = re.sub(r"Does not validate against any of the Union subtypes Subtypes: .*? Errors: ", "", text)
         print(f"error: {text}{self._suggestion(text)} (--help lists all keys)", file=sys.stderr)
         sys.exit(EXIT_CODE)
 
@@ -117,19 +120,22 @@ class PretrainCLI(LightningCLI):
         chosen = self._get(self.config_init, "trainer")
         resumed_step = read_checkpoint(self.checkpoint)["global_step"] if self.checkpoint is not None else 0
         user = chosen.get("callbacks") or []
-        callbacks = [*(user if isinstance(user, list) else [user]), *self._callbacks(user)]
+        user = user if isinstance(user, list) else [user]
+        wants_bar = chosen.get("enable_progress_bar") is not False
+        bars = [StepProgress()] if wants_bar and not any(isinstance(callback, ProgressBar) for callback in user) else []
         logger = chosen.get("logger")
         return super().instantiate_trainer(
-            callbacks=callbacks, logger=logger if logger is False else self._loggers(logger, resumed_step), **kwargs
+            callbacks=[*user, *bars, *self._callbacks()],
+            logger=logger if logger is False else self._loggers(logger, resumed_step),
+            **kwargs,
         )
 
-    def _callbacks(self, user: Any) -> list[Callback]:
+    def _callbacks(self) -> list[Callback]:
         """The services of every run; the checkpoints come last, so that they hold what the others have done."""
         return [
             StepMetrics(),
             GateStatistics(),
             *self.model.callbacks(),
-            StepProgress(),
             RunRecord(self.folder, self.config_text()),
             StopSignal(),
             Checkpoints(self.folder / "checkpoints", self.config.checkpoint_every_n_steps),
@@ -139,8 +145,8 @@ class PretrainCLI(LightningCLI):
         csv = CsvLogger(self.folder / METRICS, keep_until_step=resumed_step)
         if chosen is None or chosen is True:
             # Points past the resumed step are of a life that the checkpoint does not know.
-            purge = {"purge_step": resumed_step + 1} if resumed_step else {}
-            return [TensorBoardLogger(str(self.folder), name="", version="", **purge), csv]
+            purge_step = resumed_step + 1 if resumed_step else None
+            return [TensorBoardLogger(str(self.folder), name="", version="", purge_step=purge_step), csv]
         return [*(chosen if isinstance(chosen, list) else [chosen]), csv]
 
     def config_text(self) -> str:
@@ -170,7 +176,13 @@ class FinishedRun:
 
 
 def fit(
-    model_class: type, data_class: type, *, prog: str, description: str, demo_config: Path, args: list[str] | None = None
+    model_class: type,
+    data_class: type,
+    *,
+    prog: str,
+    description: str,
+    demo_config: Path,
+    args: list[str] | None = None,
 ) -> FinishedRun:
     """Parse, check everything, train; print where the run lies.
 
@@ -187,9 +199,7 @@ def fit(
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     data.prepare_data()
     data.setup("fit")
-    module.check_data(data)
-    module.plan = module.make_plan(trainer, data)
-    check_weights(cli)
+    check_run(cli)
     apply_plan(trainer, module.plan)
     if trainer.is_global_zero:
         print(module.description(data), flush=True)
@@ -224,29 +234,40 @@ def with_config(arguments: list[str], demo_config: Path) -> list[str]:
     return ["--config", str(demo_config), *arguments]
 
 
-def check_weights(cli: PretrainCLI) -> None:
-    """Raise a UserError if the weights to start from do not fit the model, before anything is written."""
-    file = cli.checkpoint or (find_checkpoint(cli.model.init_from) if cli.model.init_from else None)
+def check_run(cli: PretrainCLI) -> None:
+    """Set the module's plan, and raise a UserError if recipe, data, model and weights do not go together."""
+    module = cli.model
+    module.check_data(cli.datamodule)
+    module.plan = module.make_plan(cli.trainer, cli.datamodule)
+    preview = module.build_meta_model()
+    try:
+        _, module.optimizer_table = module.build_optimizer(preview)
+        module.schedule()
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    file = cli.checkpoint or (find_checkpoint(module.init_from) if module.init_from else None)
     if file is None:
         return
     checkpoint = read_checkpoint(file)
-    check_same_architecture(cli.model.build_meta_model(), checkpoint, str(file))
-    if cli.checkpoint is not None and checkpoint["global_step"] >= cli.model.plan.total_steps:
+    check_same_architecture(preview, checkpoint, str(file))
+    if cli.checkpoint is not None and checkpoint["global_step"] >= module.plan.total_steps:
         raise UserError(
-            f"{file} is at step {checkpoint['global_step']}, and the run ends at {cli.model.plan.total_steps} "
-            f"({cli.model.plan.limit}): raise that limit to go on"
+            f"{file} is at step {checkpoint['global_step']}, and the run ends at {module.plan.total_steps} "
+            f"({module.plan.limit}): raise that limit to go on"
         )
 
 
 def quieten_libraries() -> None:
     """Keep what libraries say about themselves out of the output; warnings about the run stay."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name, level in (("lightning", logging.WARNING), ("huggingface_hub", logging.ERROR)):
+        for logger in (name, *(f"{name}.{part}" for part in ("pytorch", "fabric", "utils"))):
+            logging.getLogger(logger).setLevel(level)
     for message in (
         ".*does not have many workers.*",
         ".*is smaller than the logging interval.*",
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*available but not used.*",
         ".*Experiment logs directory .* exists.*",
+        ".*treespec, LeafSpec.*",
     ):
         warnings.filterwarnings("ignore", message)

@@ -8,7 +8,7 @@ EXIT_CODE = 2
 
 
 class UserError(Exception):
-    """A mistake in a configuration, a file or a checkpoint: the message says what, where and what to do, in one line."""
+    """A mistake in a configuration, a file or a checkpoint. The message says in one line what, where and what to do."""
 
 
 def command(main: Callable[..., None]) -> Callable[..., None]:

@@ -17,8 +17,8 @@ class WeightedDataset(Protocol):
 
     def __getitem__(self, index: int) -> Any: ...
 
-    def n_targets(self, index: np.ndarray) -> np.ndarray:
-        """Return how many targets each sample has, without reading it."""
+    def n_targets(self, indices: np.ndarray, /) -> Any:
+        """Return how many targets each sample has, without reading it, as an array."""
         ...
 
 

@@ -4,16 +4,13 @@ import csv
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
-
-if TYPE_CHECKING:
-    from pretrain.module import PretrainModule
 
 
 def log_metrics(trainer: L.Trainer, metrics: dict[str, float]) -> None:
@@ -114,28 +111,24 @@ class StepMetrics(L.Callback):
         self._grad_norm: torch.Tensor | float = 0.0
         self._lr = 0.0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: "PretrainModule") -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._peak_flops = peak_flops(trainer) * trainer.world_size
         self._mark, self._mark_step, self._paused = time.perf_counter(), trainer.global_step, 0.0
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: "PretrainModule") -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._pause_start = time.perf_counter()
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: "PretrainModule") -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not trainer.sanity_checking:
             self._paused += time.perf_counter() - self._pause_start
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: "PretrainModule", optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         if self._is_due(trainer, trainer.global_step + 1):
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._grad_norm = torch.nn.utils.get_total_norm(gradients)
             self._lr = float(optimizer.param_groups[0]["lr"])  # of this step: the schedule moves on before it ends
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: "PretrainModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._loss_sum = self._loss_sum + outputs["loss_sum"]
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
@@ -152,9 +145,10 @@ class StepMetrics(L.Callback):
         log_metrics(trainer, self.latest)
 
     def _is_due(self, trainer: L.Trainer, step: int) -> bool:
-        return step % trainer.log_every_n_steps == 0 or step == trainer.max_steps
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector of Lightning's
+        return step % every == 0 or step == trainer.max_steps
 
-    def _throughput(self, trainer: L.Trainer, pl_module: "PretrainModule") -> dict[str, float]:
+    def _throughput(self, trainer: L.Trainer, pl_module: Any) -> dict[str, float]:
         assert pl_module.plan is not None
         now = time.perf_counter()
         seconds = max(now - self._mark - self._paused, 1e-9)

@@ -10,7 +10,7 @@ from torch import nn
 
 from pretrain.checkpoint import check_same_architecture, load_weights
 from pretrain.metrics import log_metrics
-from pretrain.optim import OptimizerConfig, Rule, build_optimizer
+from pretrain.optim import OptimizerConfig, Rule, build_optimizer, format_table
 from pretrain.order import global_seed, noise_seed
 from pretrain.parallelize import parallelize
 from pretrain.plan import Plan, apply_plan, make_plan
@@ -23,8 +23,8 @@ class PretrainModule(L.LightningModule):
     A domain provides `build_model`, `loss`, `rules`, `flops_per_unit` and, if it has more to say about a validation
     loss, `validation_metrics`.
 
-    The loss of an optimizer step is the mean over all its targets, on all ranks and in all micro-batches. `loss` returns
-    a sum; it is divided by the number of targets in the whole step, which every batch carries as `step_targets`.
+    The loss of an optimizer step is the mean over all its targets, on all ranks and in all micro-batches. `loss`
+    returns a sum, divided by the number of targets in the whole step, which every batch carries as `step_targets`.
     """
 
     #: what throughput counts: "tokens" or "images"
@@ -115,12 +115,15 @@ class PretrainModule(L.LightningModule):
             f"{plan.total_steps * plan.units_per_step:,} {self.unit}, {plan.epochs:.2f} epochs; each step "
             f"{plan.accumulation} x {plan.micro_batch_size} samples on {plan.world_size} device(s)"
         )
+        lines.append(format_table(self.optimizer_table))
         return "\n".join(lines)
 
     def setup(self, stage: str) -> None:
         if stage == "fit" and self.plan is None:
             self.plan = self.make_plan(self.trainer, self.trainer.datamodule)  # type: ignore[attr-defined]
             apply_plan(self.trainer, self.plan)
+        if self.trainer.datamodule.val_dataset is None:  # type: ignore[attr-defined]
+            self.trainer.limit_val_batches = 0
 
     def configure_model(self) -> None:
         if self.model is not None:  # the hook runs in every stage
@@ -132,15 +135,19 @@ class PretrainModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         assert self.model is not None
+        optimizer, self.optimizer_table = self.build_optimizer(self.model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def build_optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, list[dict[str, Any]]]:
+        """Return the optimizer of a model, and the table of its groups."""
         assert self.plan is not None
-        optimizer, self.optimizer_table = build_optimizer(
+        return build_optimizer(
             self.optimizer_config,
-            self.model.named_parameters(),
+            model.named_parameters(),
             self.rules(),
             global_batch_size=self.plan.global_batch_size,
         )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule())
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def schedule(self) -> Callable[[int], float]:
         """Return the learning rate's multiple of its peak as a function of the step."""
@@ -161,6 +168,9 @@ class PretrainModule(L.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # Dropout and masks are a function of (seed, micro-batch, rank), so that a resumed run draws the same.
         torch.manual_seed(noise_seed(global_seed(), batch_idx, self.global_rank))
+        assert self.plan is not None
+        if batch_idx + 1 == self.plan.total_steps * self.plan.accumulation:
+            self.trainer.val_check_batch = batch_idx + 1  # the last step is validated, whatever the interval
 
     def on_validation_epoch_start(self) -> None:
         exact = torch.float32 if self.device.type == "mps" else torch.float64

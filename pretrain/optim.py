@@ -34,6 +34,9 @@ NEWTON_SCHULZ_EPS = 1e-7
 # Equal matrices are orthogonalised together up to this many elements; about five bf16 copies of a batch live at once.
 MAX_BATCH_ELEMENTS = 2**24
 
+# On a CPU a batched product is 7 times faster at 64 rows, but 10% slower at 426: larger matrices go one by one there.
+CPU_MAX_BATCHED_ROWS = 256
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration
@@ -255,19 +258,20 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     """Moves every singular value of each matrix close to one, keeping the singular vectors.
 
     Args:
-        matrices: (n, rows, cols) in bfloat16 with rows <= cols, which keeps the Gram matrices small.
+        matrices: (rows, cols) or (n, rows, cols), bfloat16, with rows <= cols, which keeps the Gram matrices small.
         steps: iterations of X <- a X + (b G + c G G) X with G = X X^T.
 
     Returns:
-        (n, rows, cols). Zero matrices stay zero.
+        The same shape. Zero matrices stay zero.
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    add_product = torch.addmm if matrices.ndim == 2 else torch.baddbmm
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
     x = matrices / norms.clamp(min=NEWTON_SCHULZ_EPS)  # spectral norm at most 1
     for _ in range(steps):
         gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+        x = add_product(x, polynomial, x, beta=a)
     return x
 
 
@@ -284,7 +288,10 @@ def orthogonalise(updates: Sequence[Tensor], steps: int) -> list[Tensor]:
     for update in updates:
         matrices = update.bfloat16().reshape(-1, *update.shape[-2:])
         wide.append(matrices.mT if _is_tall(update) else matrices)
-    results = newton_schulz(torch.cat(wide), steps).split([len(matrices) for matrices in wide])
+    if wide[0].device.type == "cpu" and wide[0].shape[-2] > CPU_MAX_BATCHED_ROWS:
+        results = [torch.stack([newton_schulz(matrix, steps) for matrix in matrices]) for matrices in wide]
+    else:
+        results = list(newton_schulz(torch.cat(wide), steps).split([len(matrices) for matrices in wide]))
     return [
         (result.mT if _is_tall(update) else result).reshape(update.shape)
         for update, result in zip(updates, results, strict=True)

@@ -1,9 +1,9 @@
 """In which order the samples of a dataset are seen: a pure function of (seed, epoch).
 
 Training reads an endless stream of samples: epoch 0 in its order, then epoch 1 in another, and so on. Position `p` of
-the stream is sample `permutation(seed, p // n, n)[p % n]`. A training step takes the next `global_batch_size` positions,
-also across the border of two epochs, so no sample is ever dropped, and the whole state of the data is one number: the
-samples consumed so far. Neither the number of ranks nor of workers enters.
+the stream is sample `permutation(seed, p // n, n)[p % n]`. A training step takes the next `global_batch_size`
+positions, also across the border of two epochs, so no sample is ever dropped, and the whole state of the data is one
+number: the samples consumed so far. Neither the number of ranks nor of workers enters.
 """
 
 import os

@@ -114,16 +114,16 @@ def _refuse_settings_in_micro_batches(trainer: L.Trainer) -> None:
         raise UserError(
             "trainer.accumulate_grad_batches is derived: set data.global_batch_size and data.micro_batch_size instead"
         )
-    if trainer.fast_dev_run:
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector of Lightning's
         return
-    if trainer.limit_train_batches not in (1, 1.0) or trainer.overfit_batches:
+    if trainer.limit_train_batches not in (1, 1.0) or trainer.overfit_batches:  # type: ignore[attr-defined]
         raise UserError(
             "trainer.limit_train_batches and trainer.overfit_batches count micro-batches: set trainer.max_steps instead"
         )
 
 
 def apply_plan(trainer: L.Trainer, plan: Plan) -> None:
-    """Set the trainer's own counters: one Lightning epoch is the whole run, validation intervals become micro-batches."""
+    """Set the trainer's own counters: one Lightning epoch is the whole run, intervals become micro-batches."""
     trainer.accumulate_grad_batches = plan.accumulation
     trainer.fit_loop.epoch_loop.max_steps = plan.total_steps
     trainer.fit_loop.max_epochs = -1

@@ -9,7 +9,7 @@ import time
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -18,9 +18,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from pretrain.callbacks import StopSignal, find_callback
 from pretrain.checkpoint import Checkpoints
 from pretrain.metrics import StepMetrics
-
-if TYPE_CHECKING:
-    from pretrain.module import PretrainModule
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -96,7 +93,7 @@ class RunRecord(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._best, self._final = state_dict["best"], state_dict["final"]
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: "PretrainModule") -> None:  # type: ignore[override]
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._started = time.time()
         if trainer.is_global_zero:
             write_atomically(self.folder / CONFIG, self.config_text)
@@ -112,28 +109,26 @@ class RunRecord(L.Callback):
         if not self._best or metrics["val/loss"] < self._best["val/loss"]:
             self._best = dict(self._final)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: "PretrainModule") -> None:  # type: ignore[override]
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         stop = find_callback(trainer, StopSignal)
         done = trainer.global_step >= trainer.max_steps
         state = "finished" if done else "interrupted" if stop and stop.requested else "stopped early"
         self._write(trainer, pl_module, state)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: "PretrainModule", exception: BaseException) -> None:  # type: ignore[override]
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         if not hasattr(self, "_started"):  # nothing was trained, so there is no run to describe
             return
         interrupted = isinstance(exception, KeyboardInterrupt)
         self._write(trainer, pl_module, "interrupted" if interrupted else "failed", exception)
 
     @rank_zero_only
-    def _write(
-        self, trainer: L.Trainer, pl_module: "PretrainModule", state: str, exception: BaseException | None = None
-    ) -> None:
+    def _write(self, trainer: L.Trainer, pl_module: Any, state: str, exception: BaseException | None = None) -> None:
         summary = self.summary(trainer, pl_module) | {"exit_state": state}
         if exception is not None:
             summary["error"] = f"{type(exception).__name__}: {exception}"
         write_atomically(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
 
-    def summary(self, trainer: L.Trainer, pl_module: "PretrainModule") -> dict[str, Any]:
+    def summary(self, trainer: L.Trainer, pl_module: Any) -> dict[str, Any]:
         """Return what is known of the run so far, as plain data."""
         plan, steps = pl_module.plan, find_callback(trainer, StepMetrics)
         assert plan is not None

@@ -153,10 +153,8 @@ def _min_lr_ratio(config: ScheduleConfig) -> float:
 
 
 def _check_warmup_fits(config: ScheduleConfig, warmup: int, last_peak_step: int, total_steps: int) -> None:
-    if total_steps <= warmup:  # a first look of a few steps: it sees the start of the warm-up and no decay
-        return
     room = last_peak_step + 1
-    if warmup > room:
+    if room < warmup < total_steps:
         raise ValueError(
             f"schedule: a warm-up of {warmup} steps does not fit: {config.name} over {total_steps} steps leaves {room} "
             "before the decay; shorten the warm-up or lengthen the run"

@@ -1,14 +1,17 @@
 """Documents from files, folders, globs and Hugging Face datasets, every one read as a `datasets` stream."""
 
 import glob
+import gzip
+import io
 import itertools
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lm.tokenizers import HUB_NAME
 from pretrain.errors import UserError
@@ -19,6 +22,8 @@ SUPPORTED = "files may be .txt, .jsonl or .parquet, each also .gz or .zst"
 # Names that end like a file are never taken for a dataset on the hub.
 FILE_SUFFIXES = (*KINDS, *COMPRESSIONS, ".json", ".csv", ".tsv", ".zip", ".tar", ".arrow", ".md", ".bin")
 BATCH_ROWS = 64
+# NAME[:SUBSET[:SPLIT]]; an empty subset is the dataset's default one.
+HUB_SOURCE = re.compile(rf"(?P<name>{HUB_NAME.pattern})(:(?P<subset>[^:/]*)(:(?P<split>[^:/]+))?)?", re.ASCII)
 
 
 @dataclass
@@ -64,21 +69,18 @@ Row = tuple[str, int, str | BadRow]
 def read_documents(
     source: str,
     text_field: str = "text",
-    subset: str | None = None,
-    split: str = "train",
     max_bad: int = 0,
     report: ReadReport | None = None,
 ) -> Iterator[str]:
     """Stream the documents of `source`, always in the same order.
 
-    A .txt file is one document (line ends are read as "\\n"), a row of a .jsonl or .parquet file is one document.
-    Blank lines of a .jsonl file are no rows.
+    A .txt file is one document, a row of a .jsonl or .parquet file is one document. Blank lines of a .jsonl file are
+    passed over.
 
     Args:
-        source: a file, a folder (searched recursively), a glob, or the name of a dataset on the Hugging Face hub.
+        source: a file, a folder (searched recursively), a glob, or a dataset on the Hugging Face hub, written
+            NAME[:SUBSET[:SPLIT]]; the split is train unless named.
         text_field: the field that holds the text, in .jsonl, .parquet and hub datasets.
-        subset: configuration of a hub dataset.
-        split: split of a hub dataset.
         max_bad: how many broken rows may be left out; one more is an error.
         report: filled in while reading.
 
@@ -89,12 +91,8 @@ def read_documents(
     report = ReadReport() if report is None else report
     found = find_files(source)
     if found is None:
-        rows = _hub_rows(source, text_field, subset, split)
+        rows = _hub_rows(source, text_field)
     else:
-        if subset is not None or split != "train":
-            raise UserError(
-                f"subset and split choose within a Hugging Face dataset, but {source} is local: leave them out"
-            )
         report.ignored_files = found.ignored
         rows = _file_rows(found.files, text_field)
     return _documents(rows, source, max_bad, report)
@@ -125,7 +123,7 @@ def find_files(source: str) -> SourceFiles | None:
             raise UserError(
                 f"the glob {source} matches nothing: check it, and quote it so that the shell leaves it alone"
             )
-    elif HUB_NAME.fullmatch(source) and path.suffix not in FILE_SUFFIXES:
+    elif HUB_SOURCE.fullmatch(source) and path.suffix not in FILE_SUFFIXES:
         return None
     else:
         raise UserError(f"{source}: no such file or folder")
@@ -175,37 +173,50 @@ def _documents(rows: Iterator[Row], source: str, max_bad: int, report: ReadRepor
 
 
 def _file_rows(files: list[Path], text_field: str) -> Iterator[Row]:
-    for kind, group in itertools.groupby(files, file_kind):
-        if kind == ".txt":  # one stream over all of them: opening a stream for each would cost more than reading it
-            yield from _txt_rows(list(group))
-        else:
-            read = _jsonl_rows if kind == ".jsonl" else _parquet_rows
+    for is_parquet, group in itertools.groupby(files, lambda file: file_kind(file) == ".parquet"):
+        if is_parquet:
             for file in group:
-                yield from read(file, text_field)
+                yield from _parquet_rows(file, text_field)
+        else:
+            yield from _text_rows(list(group), text_field)
 
 
-def _txt_rows(files: list[Path]) -> Iterator[Row]:
-    done = 0
-    try:
-        for table in _tables("text", files, sample_by="document", encoding="latin-1"):
-            for text in table.column("text").to_pylist():
-                yield str(files[done]), 1, _decode(text.encode("latin-1"), first=True)
-                done += 1
-    except Exception as error:
-        raise _unreadable(files[min(done, len(files) - 1)], 0, error) from error
+def _text_rows(files: list[Path], text_field: str) -> Iterator[Row]:
+    # Bytes through a generator rather than the library's "text" builder: that one reads compressed files in the
+    # encoding of the machine, so a row that is no UTF-8 ends the stream and cannot be named.
+    names = [str(file) for file in files]
+    for row in _datasets().IterableDataset.from_generator(read_bytes, gen_kwargs={"files": names}):
+        file, number, data = row["file"], row["row"], row["data"]
+        if file_kind(Path(file)) == ".txt":
+            yield file, number, _decode(data, first=True)
+        elif data.strip(b" \t\r\n"):
+            yield file, number, _parse(data, text_field, first=number == 1)
 
 
-def _jsonl_rows(file: Path, text_field: str) -> Iterator[Row]:
-    number = 0
-    try:
-        # Latin-1 maps every byte to one character, so that a line that is no UTF-8 reaches us and can be named.
-        for table in _tables("text", [file], encoding="latin-1"):
-            for line in table.column("text").to_pylist():
-                number += 1
-                if line.strip(" \t"):
-                    yield str(file), number, _parse(line.encode("latin-1"), text_field, first=number == 1)
-    except Exception as error:
-        raise _unreadable(file, number, error) from error
+def read_bytes(files: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of .txt files (the whole file) and .jsonl files (a line) as {"file", "row" from 1, "data" in bytes}."""
+    for file in files:
+        number = 0
+        try:
+            with _open_plain(Path(file)) as stream:
+                for data in [stream.read()] if file_kind(Path(file)) == ".txt" else stream:
+                    number += 1
+                    yield {"file": file, "row": number, "data": data}
+        except Exception as error:
+            raise _unreadable(file, number, error) from error
+
+
+def _open_plain(file: Path) -> BinaryIO:
+    """The uncompressed bytes of `file`; reading raises when it was cut short."""
+    suffix = file.suffix.lower()
+    if suffix == ".gz":
+        return gzip.open(file, "rb")  # type: ignore[return-value]
+    if suffix == ".zst":
+        import pyarrow
+
+        # Arrow's reader, because the zstandard package takes a file that was cut short for a whole one.
+        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
+    return open(file, "rb")
 
 
 def _parquet_rows(file: Path, text_field: str) -> Iterator[Row]:
@@ -215,11 +226,23 @@ def _parquet_rows(file: Path, text_field: str) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="moa-pretrain-") as folder:
         number = 0
         try:
-            plain = _uncompressed(file, Path(folder))
+            plain = file
+            if file.suffix.lower() in COMPRESSIONS:  # Parquet is read from its end, which a stream does not allow
+                plain = Path(folder) / file.stem
+                with _open_plain(file) as source, open(plain, "wb") as target:
+                    shutil.copyfileobj(source, target)
             names = pyarrow.parquet.read_schema(plain).names
             if text_field not in names:
                 raise UserError(_no_field(str(file), text_field, names))
-            for table in _tables("parquet", [plain], columns=[text_field], batch_size=BATCH_ROWS):
+            stream = _datasets().load_dataset(
+                "parquet",
+                data_files={"train": [glob.escape(str(plain.resolve()))]},
+                split="train",
+                streaming=True,
+                columns=[text_field],
+                batch_size=BATCH_ROWS,
+            )
+            for table in stream.with_format("arrow").iter(batch_size=BATCH_ROWS):
                 column = table.column(0)
                 if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
                     # As bytes, so that a row that is no UTF-8 can be named.
@@ -236,14 +259,22 @@ def _parquet_rows(file: Path, text_field: str) -> Iterator[Row]:
             raise _unreadable(file, number, error) from error
 
 
-def _hub_rows(name: str, text_field: str, subset: str | None, split: str) -> Iterator[Row]:
+def hub_dataset(source: str) -> tuple[str, str | None, str]:
+    """Name, subset and split of a source NAME[:SUBSET[:SPLIT]]; the default subset and the train split unless named."""
+    match = HUB_SOURCE.fullmatch(source)
+    if match is None:
+        raise UserError(f"{source} is no Hugging Face dataset: write NAME, NAME:SUBSET or NAME:SUBSET:SPLIT")
+    return match["name"], match["subset"] or None, match["split"] or "train"
+
+
+def _hub_rows(source: str, text_field: str) -> Iterator[Row]:
+    name, subset, split = hub_dataset(source)
     try:
         stream = _datasets().load_dataset(name, subset, split=split, streaming=True)
         names = stream.column_names
     except Exception as error:  # many kinds: no network, offline mode, unknown name, subset or split, gated
-        where = " ".join([name, *([f"subset {subset}"] if subset else []), f"split {split}"])
         raise UserError(
-            f"{where} is no local file or folder and cannot be opened on the Hugging Face hub "
+            f"{source} is no local file or folder and cannot be opened on the Hugging Face hub "
             f"({_reason(error)}): check the name, subset, split and network, or give a local path"
         ) from error
     if names is not None and text_field not in names:
@@ -261,39 +292,13 @@ def _stream_rows(name: str, stream: Any, text_field: str) -> Iterator[Row]:
         raise _unreadable(name, number, error) from error
 
 
-def _tables(builder: str, files: list[Path], **settings: Any) -> Iterator[Any]:
-    """Stream pyarrow tables of at most `BATCH_ROWS` rows from the files, in their order."""
-    paths = [glob.escape(str(file.resolve())) for file in files]
-    stream = _datasets().load_dataset(builder, data_files={"train": paths}, split="train", streaming=True, **settings)
-    return stream.with_format("arrow").iter(batch_size=BATCH_ROWS)
-
-
 def _datasets() -> Any:
     """The `datasets` library, quiet: what goes wrong is told once, in our words."""
     import datasets
-    import fsspec.compression  # type: ignore[import-untyped]
-    import pyarrow
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    # The usual opener takes a .zst file that was cut short for a whole one; Arrow's calls it truncated.
-    fsspec.compression.register_compression(
-        "zstd", lambda file, mode="rb", **_: pyarrow.CompressedInputStream(file, "zstd"), "zst", force=True
-    )
     return datasets
-
-
-def _uncompressed(file: Path, folder: Path) -> Path:
-    """`file`, or a plain copy of it in `folder`: Parquet is read from its end, which a stream does not allow."""
-    if file.suffix.lower() not in COMPRESSIONS:
-        return file
-    import pyarrow
-
-    plain = folder / file.stem
-    compression = "gzip" if file.suffix.lower() == ".gz" else "zstd"
-    with pyarrow.input_stream(str(file), compression=compression) as source, open(plain, "wb") as target:
-        shutil.copyfileobj(source, target)
-    return plain
 
 
 def _decode(data: bytes, first: bool = False) -> str | BadRow:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lm.data.packing import PackedTokens
-from lm.data.prepared import PreparedSplit, cached_prepare, check_tokenizer, open_prepared, read_manifest
+from lm.data.prepared import PreparedSplit, cached_prepare, open_prepared, read_manifest
 from lm.tokenizers import Tokenizer, load_tokenizer
 from pretrain.data import PretrainData
 from pretrain.errors import UserError
@@ -18,7 +18,7 @@ class TextData(PretrainData):
 
     Args:
         source: text to train on: a file, folder or glob of .txt, .jsonl or .parquet (each also .gz, .zst), a folder
-            that lm.prepare made, a Hugging Face dataset by name, or demo:train.
+            that lm.prepare made, a Hugging Face dataset NAME[:SUBSET[:SPLIT]], or demo:train.
         val_source: text to validate on; null: held out of `source`, by document.
         tokenizer: bytes, gpt2, a tokenizer.json, a SentencePiece .model, or a hub name.
         sequence_length: tokens per sequence.
@@ -26,8 +26,6 @@ class TextData(PretrainData):
         micro_batch_size: sequences per forward pass on one device.
         document_mask: keep attention and positions within a document.
         text_field: name of the text in .jsonl, .parquet and Hugging Face rows.
-        subset: subset (configuration) of a Hugging Face dataset.
-        split: split of a Hugging Face dataset.
         val_fraction: share of the documents held out when val_source is null; 0: no validation.
         max_bad: broken rows to pass over before giving up.
         max_tokens: stop preparing after so many tokens; null: all.
@@ -47,8 +45,6 @@ class TextData(PretrainData):
         micro_batch_size: int = 8,
         document_mask: bool = False,
         text_field: str = "text",
-        subset: str | None = None,
-        split: str = "train",
         val_fraction: float = 0.01,
         max_bad: int = 0,
         max_tokens: int | None = None,
@@ -68,14 +64,9 @@ class TextData(PretrainData):
         self.val_fraction = val_fraction
         self.max_tokens = max_tokens
         self.cache_dir = cache_dir
-        # What is read alike from both sources.
-        self._reading = {
-            "text_field": text_field,
-            "subset": subset,
-            "split": split,
-            "max_bad": max_bad,
-            "workers": prepare_workers,
-        }
+        self.text_field = text_field
+        self.max_bad = max_bad
+        self.prepare_workers = prepare_workers
         self._tokenizer: Tokenizer | None = None
         self._val_split: PreparedSplit | None = None
         self._is_set_up = False
@@ -124,12 +115,20 @@ class TextData(PretrainData):
 
     def _train_folder(self) -> Path:
         held_out = 0.0 if self.val_source is not None else self.val_fraction
-        return self._prepared(self.source, val_fraction=held_out, max_tokens=self.max_tokens)
+        return self._prepared(self.source, held_out, self.max_tokens)
 
     def _val_folder(self) -> Path:
         assert self.val_source is not None
-        return self._prepared(self.val_source, val_fraction=0.0, max_tokens=None)
+        return self._prepared(self.val_source, 0.0, None)
 
-    def _prepared(self, source: str, **settings: float | None) -> Path:
-        path = str(VENDORED.get(source, source))
-        return cached_prepare(path, self.tokenizer, cache=self.cache_dir, **settings, **self._reading)
+    def _prepared(self, source: str, val_fraction: float, max_tokens: int | None) -> Path:
+        return cached_prepare(
+            str(VENDORED.get(source, source)),
+            self.tokenizer,
+            text_field=self.text_field,
+            val_fraction=val_fraction,
+            max_bad=self.max_bad,
+            max_tokens=max_tokens,
+            workers=self.prepare_workers,
+            cache=self.cache_dir,
+        )

@@ -193,8 +193,6 @@ def prepare(
     tokenizer: Tokenizer | str,
     *,
     text_field: str = "text",
-    subset: str | None = None,
-    split: str = "train",
     val_fraction: float = 0.0,
     max_bad: int = 0,
     max_tokens: int | None = None,
@@ -208,7 +206,7 @@ def prepare(
     The result is the same, byte by byte, for any number of workers.
 
     Args:
-        source, text_field, subset, split, max_bad: see `lm.data.documents.read_documents`.
+        source, text_field, max_bad: see `lm.data.documents.read_documents`.
         output: the folder to make.
         tokenizer: a tokenizer or its name.
         val_fraction: share of the documents held out as the val split, 0 to 0.5: the second document and from there on
@@ -228,8 +226,6 @@ def prepare(
     settings = {
         "source": source,
         "text_field": text_field,
-        "subset": subset,
-        "split": split,
         "val_fraction": val_fraction,
         "max_bad": max_bad,
         "max_tokens": max_tokens,
@@ -238,12 +234,12 @@ def prepare(
     if is_prepared(source):
         raise UserError(f"{source} is a prepared folder already: train on it with --data.source {source}")
     _check_output(output, overwrite)
-    sources = _describe_sources(source, subset, split)
+    sources = _describe_sources(source)
     with locked(output):
         _check_output(output, overwrite)  # again: another process may have made it meanwhile
         with partial_folder(output) as partial:
             report = ReadReport()
-            documents = read_documents(source, text_field, subset, split, max_bad, report)
+            documents = read_documents(source, text_field, max_bad, report)
             chunks = split_into_chunks(documents, report, val_fraction)
             results = encode_chunks(chunks, tokenizer, workers or available_cores())
             splits, skipped = _write_shards(partial, results, tokenizer, settings, progress)
@@ -269,8 +265,6 @@ def cached_prepare(
     tokenizer: Tokenizer | str,
     *,
     text_field: str = "text",
-    subset: str | None = None,
-    split: str = "train",
     val_fraction: float = 0.0,
     max_bad: int = 0,
     max_tokens: int | None = None,
@@ -282,7 +276,7 @@ def cached_prepare(
     """The prepared folder for `source`: `source` itself when it is one, else one in the cache, made when need be.
 
     A changed file (size or time of change), tokenizer or setting leads to another folder of the cache. Hugging Face
-    datasets are known by name, subset and split.
+    datasets are known by name.
 
     Args:
         cache: folder of the cache; by default $MOA_CACHE, or ~/.cache/moa-pretrain/prepared.
@@ -298,14 +292,12 @@ def cached_prepare(
     root = Path(cache or os.environ.get("MOA_CACHE") or "~/.cache/moa-pretrain/prepared").expanduser()
     settings: dict[str, Any] = {
         "text_field": text_field,
-        "subset": subset,
-        "split": split,
         "val_fraction": val_fraction,
         "max_bad": max_bad,  # decides whether the source is accepted at all
         "max_tokens": max_tokens,
         "shard_tokens": shard_tokens,
     }
-    sources = _describe_sources(source, subset, split)
+    sources = _describe_sources(source)
     identity = json.dumps([FORMAT, tokenizer.fingerprint, sources, settings], sort_keys=True)
     folder = root / hashlib.sha256(identity.encode()).hexdigest()[:32]
     if not _complete(folder):
@@ -350,10 +342,10 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise _OutputExists(f"the output {output} exists: choose another one, or give --overwrite to replace it")
 
 
-def _describe_sources(source: str, subset: str | None, split: str) -> list[dict[str, Any]]:
+def _describe_sources(source: str) -> list[dict[str, Any]]:
     found = find_files(source)
     if found is None:
-        return [{"dataset": source, "subset": subset, "split": split}]
+        return [{"dataset": source}]
     stats = [(file.resolve(), file.stat()) for file in found.files]
     return [{"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns} for path, stat in stats]
 

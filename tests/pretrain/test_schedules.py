@@ -133,11 +133,16 @@ def test_a_bad_setting_is_told_in_one_line(settings, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "fits", "too_long"), [("cosine", 99, 100), ("wsd", 80, 81), ("constant", 100, 101)])
-def test_a_warmup_longer_than_the_room_before_the_decay_is_refused(name, fits, too_long):
-    curve(100, name=name, warmup_steps=fits)
-    with pytest.raises(ValueError, match=f"warm-up of {too_long} steps does not fit"):
-        curve(100, name=name, warmup_steps=too_long)
+def test_a_warmup_that_reaches_into_the_decay_is_refused():
+    curve(100, name="wsd", warmup_steps=80)
+    with pytest.raises(ValueError, match="warm-up of 81 steps does not fit"):
+        curve(100, name="wsd", warmup_steps=81)
+
+
+@pytest.mark.parametrize("name", ["cosine", "wsd", "constant"])
+def test_a_run_no_longer_than_its_warmup_takes_the_first_steps_of_a_longer_run(name):
+    assert curve(2, name=name, warmup_steps=1000) == curve(5000, name=name, warmup_steps=1000)[:2]
+    assert curve(1000, name=name, warmup_steps=1000)[-1] == 1.0
 
 
 def test_a_warmup_in_epochs_needs_the_length_of_an_epoch():

@@ -1,0 +1,104 @@
+"""An interrupted run goes on as if nothing had happened: to the last bit on the CPU."""
+
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from pretrain.cli import INTERRUPTED_EXIT_CODE
+from tests.lm.runs import assert_identical, run_folder, state_of, train
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict:
+    folder = train(tmp_path_factory.mktemp("whole")).folder
+    return state_of(folder / "checkpoints" / "last.ckpt")
+
+
+def interrupt_at(step: int, runs_dir: Path, **changes) -> Path:
+    with pytest.raises(SystemExit) as stop:
+        train(
+            runs_dir,
+            "--trainer.callbacks+=tests.lm.runs.StopAt",
+            f"--trainer.callbacks.step={step}",
+            **changes,
+        )
+    assert stop.value.code == INTERRUPTED_EXIT_CODE
+    return run_folder(runs_dir)
+
+
+def resume(folder: Path, *extra: str) -> Path:
+    from lm.fit import run
+
+    return run(["--resume", str(folder), "--trainer.callbacks=[]", *extra]).folder
+
+
+@pytest.mark.parametrize("step", [7, 10])
+def test_ten_steps_and_ten_more_equal_twenty(uninterrupted, tmp_path, step):
+    """Step 10 is also a validation step and a regular checkpoint."""
+    folder = interrupt_at(step, tmp_path)
+    assert state_of(folder / "checkpoints" / "last.ckpt")["step"] == step
+    assert resume(folder) == folder
+    assert_identical(state_of(folder / "checkpoints" / "last.ckpt"), uninterrupted)
+
+
+def test_loader_workers_run_ahead_without_losing_samples(uninterrupted, tmp_path):
+    folder = interrupt_at(7, tmp_path, data__num_workers=2)
+    resume(folder, "--data.num_workers=0")
+    assert_identical(state_of(folder / "checkpoints" / "last.ckpt"), uninterrupted)
+
+
+def test_resume_from_the_best_checkpoint(uninterrupted, tmp_path):
+    """It is written in the middle of a validation."""
+    folder = interrupt_at(13, tmp_path)
+    best = folder / "checkpoints" / "best.ckpt"
+    assert state_of(best)["step"] == 10
+    resume(best)
+    assert_identical(state_of(folder / "checkpoints" / "last.ckpt"), uninterrupted)
+
+
+class Crash(Callback):
+    """Fail in the middle of a step, between two micro-batches."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if batch_idx == 25:
+            raise RuntimeError("the machine is gone")
+
+
+def test_a_crash_falls_back_to_the_last_regular_checkpoint(uninterrupted, tmp_path):
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        train(tmp_path, "--trainer.callbacks+=tests.lm.test_resume.Crash")
+    folder = run_folder(tmp_path)
+    assert state_of(folder / "checkpoints" / "last.ckpt")["step"] == 10
+    resume(folder)
+    assert_identical(state_of(folder / "checkpoints" / "last.ckpt"), uninterrupted)
+
+
+def test_resume_across_the_border_of_an_epoch(tmp_path):
+    """About 40 sequences in all: 20 steps of 4 read them twice."""
+    text = tmp_path / "text.txt"
+    text.write_text("The state of the union is strong. " * 40)
+    settings = {"data__source": text, "data__val_fraction": 0, "trainer__val_check_interval": 100}
+    whole = train(tmp_path / "whole", **settings).folder
+    folder = interrupt_at(10, tmp_path / "parts", **settings)
+    resume(folder)
+    expected = state_of(whole / "checkpoints" / "last.ckpt")
+    assert_identical(state_of(folder / "checkpoints" / "last.ckpt"), expected)
+
+
+def test_a_finished_run_goes_on_with_a_higher_limit(tmp_path):
+    """With a constant rate the first half does not depend on the length of the run."""
+    constant = {"model__schedule__name": "constant"}
+    whole = train(tmp_path / "whole", **constant).folder
+    half = train(tmp_path / "half", trainer__max_steps=10, **constant).folder
+    resume(half, "--trainer.max_steps=20")
+    assert_identical(state_of(half / "checkpoints" / "last.ckpt"), state_of(whole / "checkpoints" / "last.ckpt"))
+
+
+def test_init_from_takes_the_weights_only(tmp_path):
+    first = train(tmp_path / "first", trainer__max_steps=4).folder
+    second = train(tmp_path / "second", f"--init_from={first}", trainer__max_steps=1, model__optimizer__lr=1e-12).folder
+    before, after = (state_of(folder / "checkpoints" / "last.ckpt") for folder in (first, second))
+    assert after["step"] == 1
+    for name, weight in before["weights"].items():
+        assert abs(weight - after["weights"][name]).max() < 1e-9
