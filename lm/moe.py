@@ -163,8 +163,8 @@ def balance_loss(probabilities_TE: Tensor, load_E: Tensor) -> Tensor:
     f_i is expert i's share of all N = T K choices and P_i its mean probability. It is 1 at perfect balance and E if one
     expert takes everything. The gradient flows through P alone: f is a count.
     """
-    share_E = load_E / load_E.sum()
-    return len(load_E) * (share_E.to(probabilities_TE.dtype) * probabilities_TE.mean(0)).sum()
+    share_E = load_E.to(probabilities_TE.dtype) / load_E.sum()
+    return len(load_E) * (share_E * probabilities_TE.mean(0)).sum()
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
