@@ -87,7 +87,7 @@ class FeedForward(nn.Module):
         return self._mixing(y, z, weights, self.activations)
 
     def mixing_weights(self, x: Tensor) -> dict[str, Tensor]:
-        """What `mix` reads as "pi" and, bi-sided, "rho": each token's gates (..., rows), or LA's coefficients (rows,)."""
+        """What `mix` reads, "pi" and, bi-sided, "rho": each token's gates (..., rows), or coefficients (rows,)."""
         return self.gates(x) or {slot: getattr(self, COEFFICIENT_NAMES[slot]) for slot in self._labels}
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
