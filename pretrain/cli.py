@@ -13,13 +13,13 @@ import lightning as L
 import yaml
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 
 from pretrain.callbacks import GateStatistics, StepProgress, StopSignal, find_callback
 from pretrain.checkpoint import Checkpoints, check_same_architecture, find_checkpoint, read_checkpoint
 from pretrain.data import PretrainData
 from pretrain.errors import EXIT_CODE, UserError
-from pretrain.metrics import CsvLogger, StepMetrics
+from pretrain.metrics import CsvLogger, EventsLogger, StepMetrics
 from pretrain.module import PretrainModule
 from pretrain.plan import apply_plan
 from pretrain.run import CONFIG, METRICS, RunRecord, new_run_folder
@@ -144,9 +144,7 @@ class PretrainCLI(LightningCLI):
     def _loggers(self, chosen: Any, resumed_step: int) -> list[Logger]:
         csv = CsvLogger(self.folder / METRICS, keep_until_step=resumed_step)
         if chosen is None or chosen is True:
-            # Points past the resumed step are of a life that the checkpoint does not know.
-            purge_step = resumed_step + 1 if resumed_step else None
-            return [TensorBoardLogger(str(self.folder), name="", version="", purge_step=purge_step), csv]
+            return [EventsLogger(self.folder, resumed_step), csv]
         return [*(chosen if isinstance(chosen, list) else [chosen]), csv]
 
     def config_text(self) -> str:

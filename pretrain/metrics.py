@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 
@@ -20,6 +20,22 @@ def log_metrics(trainer: L.Trainer, metrics: dict[str, float]) -> None:
     """
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=trainer.global_step)
+
+
+class EventsLogger(TensorBoardLogger):
+    """TensorBoard events in the run folder itself, without the hparams.yaml that config.yaml already is.
+
+    Args:
+        folder: where the event files go.
+        resumed_step: points past it are of a life that the resumed checkpoint does not know: TensorBoard drops them.
+    """
+
+    def __init__(self, folder: str | Path, resumed_step: int = 0) -> None:
+        super().__init__(str(folder), name="", version="", purge_step=resumed_step + 1 if resumed_step else None)
+
+    @rank_zero_only
+    def save(self) -> None:
+        self.experiment.flush()
 
 
 class CsvLogger(Logger):
