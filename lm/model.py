@@ -147,10 +147,10 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
-            elif isinstance(module, Attention):
-                for projection in (module.q, module.k, module.v, module.o):
-                    nn.init.normal_(projection.weight, std=std)
             elif isinstance(module, Block):
+                attn = module.attn
+                for projection in (attn.q, attn.k, attn.v, attn.o):
+                    nn.init.normal_(projection.weight, std=std)
                 self.config.ffn.reset(module.ffn, std)
         nn.init.normal_(self.embed.weight, std=std)
         nn.init.normal_(self.head.weight, std=std)

@@ -13,17 +13,16 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import moa
-from lm.data.module import TextData
 from lm.fit import config_folder, run
 from lm.model import Llama, LlamaConfig, flops_per_token, num_parameters
 from lm.module import LanguageModule
 from lm.moe import MoEConfig
 from lm.rules import optimizer_rules
 from moa import FFNConfig
-from pretrain.cli import PretrainCLI
 from pretrain.optim import OptimizerConfig, assign_parameters
 from pretrain.schedules import ScheduleConfig, lr_multiplier
 from tests.lm.runs import arguments, assert_identical, run_folder, state_of, train
+from tests.lm.test_configs import parse
 
 # name: d_model, layers, heads, total, activated; specified for swiglu.
 SIZES = {
@@ -109,23 +108,23 @@ def test_flops_are_those_of_the_activated_matrices():
         assert flops_per_token(config, 32) == 3 * (2 * weights + 2 * 2 * 2 * 32 * 16)
 
 
-@pytest.mark.parametrize("name", [*SIZES, "lm_moe_tiny"])
-def test_every_configuration_loads(name, tmp_path):
-    """Through the command line's own parser; nothing is downloaded or written."""
-    cli = PretrainCLI(
-        LanguageModule,
-        TextData,
-        prog="test",
-        description="",
-        args=["--config", str(config_folder() / f"{name}.yaml"), "--runs_dir", str(tmp_path), "--model.moe.top_k=3"],
-    )
-    assert cli.model.config.moe.top_k == 3
-    assert cli.model.optimizer_config.name == "muon_adamw"
-    assert cli.model.schedule_config.name == "wsd"
-    assert cli.model.tokens_per_parameter == (None if name == "lm_moe_tiny" else 100)
-    if name != "lm_moe_tiny":
-        assert cli.datamodule.max_tokens > 100 * SIZES[name][4]
-    assert not any(tmp_path.iterdir())
+@pytest.mark.parametrize("name", SIZES)
+def test_configurations_follow_the_papers_recipe(name):
+    cli = parse(config_folder() / f"{name}.yaml")
+    optimizer, schedule, data = cli.model.optimizer_config, cli.model.schedule_config, cli.datamodule
+    assert (optimizer.name, optimizer.betas, optimizer.weight_decay) == ("muon_adamw", (0.9, 0.95), 0.1)
+    assert (schedule.name, schedule.warmup_steps) == ("wsd", 1000)
+    assert (data.global_batch_size, data.sequence_length) == (512, 1024)
+    assert cli.trainer.gradient_clip_val == 1.0
+    assert cli.model.units_budget() == {"tokens_per_parameter": 100.0 * SIZES[name][4]}
+    assert data.max_tokens > 100 * SIZES[name][4]  # it has to last for the run
+
+
+def test_keys_of_the_mixture_can_be_overridden_from_the_command_line():
+    cli = parse(config_folder() / "lm_moe_0.25b.yaml", "--model.moe.top_k=3", "--model.ffn.kind=qd-moa")
+    assert cli.model.config.moe == MoEConfig(top_k=3)
+    with torch.device("meta"):
+        assert cli.model.build_model().blocks[0].ffn.experts.u.shape == (32, 10, 640)
 
 
 # Training.
