@@ -130,7 +130,7 @@ class MoEConfig:
         return {
             "router": self.n_experts * d,
             "experts": used * expert.num_projection_parameters(d),
-            "shared_expert": shared.num_projection_parameters(d) if shared else 0,
+            "shared": shared.num_projection_parameters(d) if shared else 0,
             "gates": (0 if self.shared_gates else used * gates) + (gates if shared else 0),
         }
 
@@ -415,4 +415,5 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def mean_entropy(probabilities_TE: Tensor) -> Tensor:
     """Return the mean over tokens of the entropy of their probabilities, in units of log E."""
     n_experts = probabilities_TE.shape[-1]
-    return torch.special.entr(probabilities_TE).sum(-1).mean() / math.log(max(n_experts, 2))
+    entropy_T = -(probabilities_TE * probabilities_TE.clamp_min(1e-12).log()).sum(-1)
+    return entropy_T.mean() / math.log(max(n_experts, 2))

@@ -84,7 +84,7 @@ def test_counts_by_role_equal_the_modules_for_every_kind(moe, bias):
         assert sum(roles.values()) == sum(sizes.values()), kind
         projections = sum(size for name, size in sizes.items() if ".experts.w" in name)
         assert roles["experts"] == projections, kind
-        assert roles["shared_expert"] == sum(size for name, size in sizes.items() if ".shared.w" in name), kind
+        assert roles["shared"] == sum(size for name, size in sizes.items() if ".shared.w" in name), kind
         unused = sum(size for name, size in sizes.items() if ".experts." in name) * (1 - moe.top_k / moe.n_experts)
         activated = sum(num_parameters(config, activated=True).values())
         assert activated == sum(sizes.values()) - round(unused), kind
