@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import lightning as L
 import yaml
+from jsonargparse import set_parsing_settings
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
@@ -70,6 +71,11 @@ class PretrainCLI(LightningCLI):
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        # --help shows the docstring below each field of a configuration class.
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        return super().init_parser(**kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--name", type=str, default="run", help="The run's name: it goes to runs_dir/name/TIME.")
