@@ -15,6 +15,7 @@ from jsonargparse import set_parsing_settings
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from pretrain.callbacks import GateStatistics, StepProgress, StopSignal, find_callback
 from pretrain.checkpoint import Checkpoints, check_same_architecture, find_checkpoint, read_checkpoint
@@ -95,8 +96,8 @@ class PretrainCLI(LightningCLI):
         parser.add_argument(
             "--checkpoint_every_n_steps", type=int, default=1000, help="Optimizer steps between two last.ckpt."
         )
-        for name in self.model_class.cli_links():  # type: ignore[union-attr]
-            parser.add_argument(f"--{name}", type=float | None, default=None, help=self.model_class.cli_links()[name])  # type: ignore[union-attr]
+        for name, explanation in self.model_class.cli_links().items():  # type: ignore[union-attr]
+            parser.add_argument(f"--{name}", type=float | None, default=None, help=explanation)
             parser.link_arguments(name, f"model.{name}")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -116,7 +117,7 @@ class PretrainCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except (ValueError, TypeError) as error:
+        except (ValueError, MisconfigurationException) as error:
             raise UserError(str(error)) from error
         self.model.run_config = yaml.safe_load(self.config_text())
         if self.config.init_from and self.checkpoint is None:
@@ -148,7 +149,7 @@ class PretrainCLI(LightningCLI):
         ]
 
     def _loggers(self, chosen: Any, resumed_step: int) -> list[Logger]:
-        csv = CsvLogger(self.folder / METRICS, keep_until_step=resumed_step)
+        csv = CsvLogger(self.folder / METRICS, resumed_step)
         if chosen is None or chosen is True:
             return [EventsLogger(self.folder, resumed_step), csv]
         return [*(chosen if isinstance(chosen, list) else [chosen]), csv]
