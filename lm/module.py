@@ -26,8 +26,8 @@ class LanguageModule(PretrainModule):
 
     Args:
         ffn: the feed-forward layer of every block.
-        optimizer: see `pretrain.optim`.
-        schedule: see `pretrain.schedules`.
+        optimizer: the optimizer and its peak learning rate.
+        schedule: the learning rate over the run.
         vocab_size: rows of embedding and head; at least the tokenizer's, often padded to a multiple of 64 or more.
         d_model: width of the residual stream.
         n_layers: number of blocks.
@@ -35,7 +35,7 @@ class LanguageModule(PretrainModule):
         rope_base: base of the rotary angles.
         norm_eps: epsilon of every RMSNorm.
         init_std: standard deviation of the initial weights.
-        compile_blocks: compile every block with torch.compile.
+        compile_blocks: compile every block with torch.compile; null: on a GPU.
         tokens_per_parameter: training tokens per activated parameter, a limit on the run.
         moe: the mixture of experts in place of every feed-forward layer; null: none.
     """
@@ -55,7 +55,7 @@ class LanguageModule(PretrainModule):
         rope_base: float = 10_000.0,
         norm_eps: float = 1e-6,
         init_std: float = 0.02,
-        compile_blocks: bool = False,
+        compile_blocks: bool | None = None,
         tokens_per_parameter: float | None = None,
         moe: MoEConfig | None = None,
     ) -> None:

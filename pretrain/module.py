@@ -32,7 +32,9 @@ class PretrainModule(L.LightningModule):
     #: the submodules that are compiled one by one
     block_class: type[nn.Module] | None = None
 
-    def __init__(self, optimizer: OptimizerConfig, schedule: ScheduleConfig, compile_blocks: bool = False) -> None:
+    def __init__(
+        self, optimizer: OptimizerConfig, schedule: ScheduleConfig, compile_blocks: bool | None = None
+    ) -> None:
         super().__init__()
         self.optimizer_config = optimizer
         self.schedule_config = schedule
@@ -131,7 +133,9 @@ class PretrainModule(L.LightningModule):
         self.model = self.build_model()
         if self.init_from is not None:
             load_weights(self.model, self.init_from)
-        parallelize(self.model, self.block_class if self.compile_blocks else None)
+        on_gpu = self.trainer.strategy.root_device.type == "cuda"
+        compiles = on_gpu if self.compile_blocks is None else self.compile_blocks
+        parallelize(self.model, self.block_class if compiles else None)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         assert self.model is not None

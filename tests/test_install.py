@@ -46,7 +46,7 @@ def test_every_shipped_configuration_and_the_demo_travel(installed):
 def test_help_explains_the_keys(fit):
     done = fit("--help")
     assert done.returncode == 0
-    for word in ("--model.ffn.kind", "--data.source", "--tokens_per_parameter", "--resume", "moa.kinds()"):
+    for word in ("--model.ffn.kind", "--data.source", "--tokens_per_parameter", "--resume", "One of moa.kinds()"):
         assert word in done.stdout
 
 

@@ -112,9 +112,7 @@ def test_other_data_or_another_seed_is_refused_at_resume():
 
 @given(n=st.integers(1, 30), batch=st.integers(1, 5), ranks=st.integers(1, 4))
 def test_evaluation_reads_every_sample_once_and_all_ranks_run_equally_often(n, batch, ranks):
-    parts = [
-        list(EvaluationLoader(Numbers(n), batch_size=batch, rank=rank, world_size=ranks)) for rank in range(ranks)
-    ]
+    parts = [list(EvaluationLoader(Numbers(n), batch_size=batch, rank=rank, world_size=ranks)) for rank in range(ranks)]
     assert {len(part) for part in parts} == {len(EvaluationLoader(Numbers(n), batch_size=batch, world_size=ranks))}
     real = [index for part in parts for index in indices(part) if index >= 0]
     assert sorted(real) == list(range(n))
