@@ -188,7 +188,7 @@ class PretrainModule(L.LightningModule):
         loss = float(sums[0] / sums[1])
         metrics = {"val/loss": loss, **self.validation_metrics(loss)}
         # Through `self.log` for callbacks that monitor, past the loggers: Lightning's step axis lags by one there.
-        self.log_dict(metrics, logger=False)
+        self.log_dict(metrics, logger=False, sync_dist=True)
         if not self.trainer.sanity_checking:
             log_metrics(self.trainer, metrics)
 
