@@ -3,6 +3,9 @@
 import csv
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +26,8 @@ from pretrain.optim import OptimizerConfig, assign_parameters
 from pretrain.schedules import ScheduleConfig, lr_multiplier
 from tests.lm.runs import arguments, assert_identical, run_folder, state_of, train
 from tests.lm.test_configs import parse
+
+ROOT = Path(__file__).parent.parent.parent
 
 # name: d_model, layers, heads, total, activated; specified for swiglu.
 SIZES = {
@@ -372,3 +377,21 @@ def test_tokens_per_parameter_counts_activated_parameters():
     module = module_of()
     module.tokens_per_parameter = 100
     assert module.units_budget() == {"tokens_per_parameter": 100 * module.parameter_counts()["activated"]}
+
+
+@pytest.mark.slow
+def test_two_processes_count_and_balance_as_one(tmp_path):
+    """Loads are summed over the ranks, and the bias moves by the sum; only the balance loss is each rank's own."""
+    changes = {"data__micro_batch_size": 1, "model__moe__balance_loss": 0.0, "trainer__max_steps": 4}
+    changes |= {"trainer__log_every_n_steps": 2, "model__schedule__warmup_steps": 1}
+    one = run(moe_arguments(tmp_path / "one", **changes)).folder
+    command = [sys.executable, "-m", "lm.fit", *moe_arguments(tmp_path / "two", **changes)]
+    command += ["--trainer.devices=2", "--trainer.strategy=ddp"]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    two = run_folder(tmp_path / "two")
+    bias = "model.blocks.0.ffn.balance_bias"
+    weights = [state_of(folder / "checkpoints" / "last.ckpt")["weights"] for folder in (one, two)]
+    assert torch.equal(weights[0][bias], weights[1][bias])
+    ours, theirs = rows_of(one)[2], rows_of(two)[2]
+    for name in ("max_load", "min_load", "router_entropy", "z_loss"):
+        assert theirs[f"moe/blocks.0/{name}"] == pytest.approx(ours[f"moe/blocks.0/{name}"], rel=1e-4)
