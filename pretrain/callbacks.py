@@ -242,9 +242,10 @@ def mix_figure(gate: str, rows: dict[str, dict[str, float]]) -> "Figure":
     axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_title(f"mean weight of each activation ({gate})")
+    lowest, highest = min(map(min, values)), max(map(max, values))
     for row, line in enumerate(values):
         for column, value in enumerate(line):
-            ink = "black" if image.norm(value) > 0.6 else "white"  # viridis ends in a light yellow
+            ink = "black" if value > lowest + 0.6 * (highest - lowest) else "white"  # viridis ends in a light yellow
             axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=7)
     figure.colorbar(image, ax=axes)
     return figure
