@@ -11,7 +11,11 @@ from pretrain.order import SampleStream
 
 
 class WeightedDataset(Protocol):
-    """A map-style dataset whose samples may hold different numbers of prediction targets."""
+    """A map-style dataset whose samples may hold different numbers of prediction targets.
+
+    A dataset that also has `draw(index, position)` is asked for training samples through it: `position` is the sample's
+    place in the endless stream, so that augmentation can be a pure function of it, other in every epoch.
+    """
 
     def __len__(self) -> int: ...
 
@@ -102,7 +106,7 @@ class _MicroBatches:
         self.loader = loader
         self.start = start
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
         loader = self.loader
         per_step, per_rank = loader.global_batch_size, loader.micro_batch_size
         position, end = self.start, loader.total_steps * per_step
@@ -112,7 +116,8 @@ class _MicroBatches:
             step_targets = int(loader.dataset.n_targets(samples).sum())
             for micro_start in range(position - step_start, per_step, loader.samples_per_micro_step):
                 first = micro_start + loader.rank * per_rank
-                yield [(int(index), step_targets) for index in samples[first : first + per_rank]]
+                offsets = range(first, first + per_rank)
+                yield [(int(samples[offset]), step_start + offset, step_targets) for offset in offsets]
             position = step_start + per_step
 
 
@@ -122,8 +127,10 @@ class _WithStepTargets(Dataset):
     def __init__(self, dataset: WeightedDataset) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, item: tuple[int, int]) -> tuple[Any, int]:
-        index, step_targets = item
+    def __getitem__(self, item: tuple[int, int, int]) -> tuple[Any, int]:
+        index, position, step_targets = item
+        if hasattr(self.dataset, "draw"):
+            return self.dataset.draw(index, position), step_targets
         return self.dataset[index], step_targets
 
 

@@ -51,6 +51,11 @@ class PretrainModule(L.LightningModule):
         """Return the arguments that the command line offers at its top, {name: help}."""
         return {}
 
+    @classmethod
+    def data_links(cls) -> dict[str, str]:
+        """Return the settings of the data that follow from the model's, {name in the model: name in the data}."""
+        return {}
+
     def callbacks(self) -> list[L.Callback]:
         """Return the domain's own callbacks."""
         return []
@@ -109,7 +114,8 @@ class PretrainModule(L.LightningModule):
         assert self.plan is not None
         plan, counts = self.plan, self.parameter_counts()
         lines = [f"parameters {counts['total']:>15,}   activated {counts['activated']:,}"]
-        lines += [f"  {role:<12} {count:>11,}" for role, count in counts["roles"].items()]
+        width = max(12, *map(len, counts["roles"]))
+        lines += [f"  {role:<{width}} {count:>11,}" for role, count in counts["roles"].items()]
         lines.append(
             f"steps {plan.total_steps:,} (from {plan.limit}) of {plan.units_per_step:,} {self.unit}: "
             f"{plan.total_steps * plan.units_per_step:,} {self.unit}, {plan.epochs:.2f} epochs; each step "
