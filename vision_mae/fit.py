@@ -1,4 +1,4 @@
-"""Train a masked autoencoder: `python -m vision_mae.fit [--config FILE] [--KEY VALUE ..]`; without arguments, a demo."""
+"""Train a masked autoencoder: `python -m vision_mae.fit [--config FILE] [--KEY VALUE ..]`; by default a demo."""
 
 from pretrain.callbacks import find_callback
 from pretrain.cli import FinishedRun, fit, shipped_config

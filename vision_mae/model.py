@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from timm.layers import LayerNorm  # with the epsilon of 1e-6 that vision transformers have
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -22,7 +23,6 @@ SIZES = {
     "vit_large": (1024, 24, 16),
     "vit_huge": (1280, 32, 16),
 }
-NORM_EPS = 1e-6
 INIT_STD = 0.02
 
 Pool = Literal["token", "avg"]
@@ -94,7 +94,8 @@ class MAEConfig:
             raise ValueError(f"model.in_channels is {self.in_channels}: it has to be 1 (grey) or 3 (colour)")
         if self.init not in ("timm", "xavier"):
             raise ValueError(f"model.init {self.init!r} is unknown: choose one of timm, xavier")
-        for width, heads, prefix in ((self.d, self.heads, ""), (self.decoder_width, self.decoder_heads, "decoder_")):
+        halves = ((self.d, self.heads or 1, ""), (self.decoder_width, self.decoder_heads, "decoder_"))
+        for width, heads, prefix in halves:
             if width % 4 or width % heads:
                 raise ValueError(
                     f"model.{prefix}width {width} has to be a multiple of model.{prefix}heads {heads}, "
@@ -184,12 +185,12 @@ class Decoder(nn.Module):
                 num_heads=config.decoder_heads,
                 mlp_ratio=config.ffn.timm_ratio(d, config.decoder_hidden),
                 qkv_bias=True,
-                norm_layer=_norm,
+                norm_layer=LayerNorm,
                 mlp_layer=config.ffn.timm_layer(),
             )
             for _ in range(config.decoder_depth)
         )
-        self.norm = _norm(d)
+        self.norm = LayerNorm(d)
         self.head = nn.Linear(d, config.patch_values)
         self.register_buffer("positions", torch.empty(1, config.n_patches + 1, d))
         self.positions: Tensor
@@ -239,12 +240,12 @@ class MaskedAutoencoder(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 self._reset_projection(module)
-            elif isinstance(module, nn.LayerNorm):
+            elif isinstance(module, LayerNorm):
                 module.reset_parameters()
         for module in self.modules():
             if isinstance(module, moa.FeedForward):
                 self._reset_mixing(module)
-        nn.init.normal_(self.encoder.cls_token, std=INIT_STD)
+        nn.init.normal_(self._class_token, std=INIT_STD)
         nn.init.normal_(self.decoder.mask_token, std=INIT_STD)
         side = self.config.image_size // self.config.patch_size
         for module in (self, self.decoder):
@@ -268,6 +269,11 @@ class MaskedAutoencoder(nn.Module):
             if hasattr(layer, name) and self.config.ffn.gate_init_std is not None:
                 nn.init.normal_(getattr(layer, name).weight, std=self.config.ffn.gate_init_std)
 
+    @property
+    def _class_token(self) -> Tensor:
+        assert self.encoder.cls_token is not None
+        return self.encoder.cls_token
+
     def encode(self, images_BCHW: Tensor, visible_BK: Tensor | None = None) -> Tensor:
         """Return the encoder's tokens after its last norm, class token first.
 
@@ -282,7 +288,7 @@ class MaskedAutoencoder(nn.Module):
         x = encoder.patch_embed(images_BCHW) + self.positions[:, 1:]
         if visible_BK is not None:
             x = take_patches(x, visible_BK)
-        first = (encoder.cls_token + self.positions[:, :1]).expand(len(x), -1, -1)
+        first = (self._class_token + self.positions[:, :1]).expand(len(x), -1, -1)
         x = torch.cat((first.to(x.dtype), x), dim=1)
         for block in encoder.blocks:
             x = block(x)
@@ -305,10 +311,6 @@ class MaskedAutoencoder(nn.Module):
         """Return one vector for each unmasked picture, (B, D): the class token, or the mean over the patches."""
         x = self.encode(images_BCHW)
         return x[:, 0] if pool == "token" else x[:, 1:].mean(dim=1)
-
-
-def _norm(width: int, **options: Any) -> nn.LayerNorm:
-    return nn.LayerNorm(width, eps=NORM_EPS, **options)
 
 
 def num_parameters(config: MAEConfig) -> dict[str, int]:

@@ -137,8 +137,10 @@ class MaskedAutoencoderModule(PretrainModule):
         self._mean_sums += torch.stack(self._sum_over_pictures(means, mask, batch)).to(self._val_sums.dtype)
 
     def validation_metrics(self, loss: float) -> dict[str, float]:
-        """`val/relative_loss`: the loss over that of predicting each patch's mean, which patches of one colour make less
-        than 1 even when normalised."""
+        """`val/relative_loss`: the loss over that of predicting each patch's mean.
+
+        With normalised pixels the latter is nearly the share of patches that are not of one colour.
+        """
         sums = self.trainer.strategy.reduce(self._mean_sums, reduce_op="sum")
         baseline = float(sums[0] / sums[1])
         return {"val/relative_loss": loss / baseline if baseline else float("nan")}

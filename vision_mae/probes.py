@@ -1,8 +1,8 @@
 """What the features of an encoder are worth, without training it: k nearest neighbours.
 
-The protocol is that of instance discrimination (Wu et al. 2018, section 3.4) as DINO uses it (Caron et al. 2021, section
-4.1): features of unmasked pictures, made unit vectors; the k = 20 training pictures of largest cosine similarity s each
-vote for their class with weight exp(s / 0.07); the class of most weight wins.
+The protocol is that of instance discrimination (Wu et al. 2018, section 3.4) as DINO uses it (Caron et al. 2021,
+section 4.1): features of unmasked pictures, made unit vectors; the k = 20 training pictures of largest cosine
+similarity s each vote for their class with weight exp(s / 0.07); the class of most weight wins.
 """
 
 from collections.abc import Callable, Iterable
