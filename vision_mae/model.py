@@ -351,6 +351,12 @@ def flops_per_image(config: MAEConfig) -> int:
     return 3 * (encoder + 2 * seen * d * e + decoder + 2 * (n + 1) * e * v)
 
 
+def encoder_flops(config: MAEConfig) -> int:
+    """Return the floating-point operations of the encoder on one unmasked picture, forward."""
+    d, n = config.d, config.n_patches
+    return 2 * n * config.patch_values * d + _block_flops(config, d, config.depth or 0, config.hidden, n + 1)
+
+
 def _block_flops(config: MAEConfig, d: int, depth: int, hidden: int, tokens: int) -> int:
     ffn = config.ffn
     layer = moa.flops_per_token(ffn.kind, d, hidden, activations=ffn.activations, gate_bias=ffn.gate_bias)

@@ -1,0 +1,112 @@
+"""What a pre-trained encoder is worth: `python -m vision_mae.evaluate --checkpoint RUN --task knn|linear|finetune ..`.
+
+- knn: k nearest neighbours, the protocol of `vision_mae.probes`: k = 20, cosine similarity, votes weighted by
+  exp(s / 0.07) (Wu et al. 2018; Caron et al. 2021). The same on raw pixels is printed beside it.
+- linear: the probe of MAE (He et al. 2021, appendix A.1, table 9): frozen encoder in evaluation mode, batch
+  normalisation without scale and shift, one linear layer; random resized crops and flips, no mixup, no weight decay, 90
+  epochs, 10 of warm-up, cosine to zero. MAE uses LARS for its batch of 16,384; here it is AdamW.
+- finetune: MAE's end-to-end recipe (table 8): AdamW, layer-wise lr decay, drop path, mixup, cutmix, label smoothing,
+  RandAugment, random erasing, 100 epochs, 5 of warm-up, cosine to zero.
+
+Pictures are cropped in the middle for evaluation. linear and finetune are runs like those of fit, with a run folder;
+their recipes are configs/mae_linear.yaml and configs/mae_finetune.yaml, and every key of those can be given here.
+Without --data.source the pictures of the pre-training run are used.
+"""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import torch
+
+from pretrain.cli import OneLineParser, fit, quieten_libraries, shipped_config
+from pretrain.errors import UserError, command
+from pretrain.reload import load_module
+from vision_mae.classifier import ClassifierModule
+from vision_mae.data.module import ImageData
+from vision_mae.model import Pool
+from vision_mae.module import MaskedAutoencoderModule
+from vision_mae.probes import accuracies, extract_features, knn_votes
+
+PROG = "python -m vision_mae.evaluate"
+TASKS = ("knn", "linear", "finetune")
+# What evaluation takes over from the pre-training run unless told otherwise.
+INHERITED = ("source", "val_source", "mean", "std", "val_crop_ratio", "image_field", "label_field", "cache_dir")
+
+
+def evaluate_knn(checkpoint: str, data: ImageData, k: int = 20, temperature: float = 0.07, pool: Pool = "avg") -> None:
+    """Print the accuracy of k nearest neighbours, on the encoder's features and on raw pixels.
+
+    Args:
+        checkpoint: Folder of a pre-training run, or one of its checkpoints.
+        data: Pictures to seek neighbours in (data.source) and to classify (data.val_source), both labelled.
+        k: Neighbours that vote.
+        temperature: Weight of a vote: exp(cosine similarity / temperature).
+        pool: token, the class token's features, or avg, the mean over the patches.
+    """
+    data.prepare_data()
+    data.setup("validate")
+    if data.val_dataset is None or data.val_rows is None or not data.classes or data.val_rows.labels is None:
+        raise UserError(
+            "knn needs labelled pictures in data.source and data.val_source: class folders or label columns"
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model: Any = load_module(MaskedAutoencoderModule, checkpoint)[0].model
+    model.to(device)
+    for name, embed in (
+        ("encoder", lambda images: model.features(images, pool)),
+        ("raw pixels", lambda images: images.flatten(1)),
+    ):
+        sets = []
+        for dataset in (data.bank(None), data.val_dataset):
+            features, labels, present = extract_features(embed, data.evaluation_batches(dataset), device)
+            sets.append((features[present], labels[present]))
+        (bank, bank_labels), (queries, labels) = sets
+        found = accuracies(knn_votes(queries, bank, bank_labels, len(data.classes), k, temperature), labels)
+        print(f"{name:<12}" + "  ".join(f"{key} {value:.4f}" for key, value in found.items()))
+
+
+def inherited_arguments(checkpoint: str) -> list[str]:
+    """Return the options that make the data fit the pre-trained model."""
+    module, run = load_module(MaskedAutoencoderModule, checkpoint, weights=False)
+    settings = {name: run["data"][name] for name in INHERITED if run["data"].get(name) is not None}
+    settings |= {name: getattr(module.config, name) for name in module.data_links()}
+    return [
+        f"--data.{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()
+    ]
+
+
+@command
+def main(args: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog=PROG, add_help=False, allow_abbrev=False)
+    parser.add_argument("--checkpoint")
+    parser.add_argument("--task", choices=TASKS)
+    chosen, rest = parser.parse_known_args(sys.argv[1:] if args is None else args)
+    if chosen.checkpoint is None or chosen.task is None:
+        if "--help" in rest or "-h" in rest:
+            print(__doc__)
+            return
+        raise UserError(f"--checkpoint and --task ({', '.join(TASKS)}) are needed ({PROG} --help says more)")
+    options = inherited_arguments(chosen.checkpoint)
+    if chosen.task == "knn":
+        quieten_libraries()
+        knn_parser = OneLineParser(prog=PROG)
+        knn_parser.add_function_arguments(evaluate_knn, skip={"data"})
+        knn_parser.add_class_arguments(ImageData, "data")
+        settings = knn_parser.instantiate_classes(
+            knn_parser.parse_args([f"--checkpoint={chosen.checkpoint}", *options, *rest])
+        )
+        evaluate_knn(settings.checkpoint, settings.data, settings.k, settings.temperature, settings.pool)
+        return
+    options.append(f"--model.checkpoint={chosen.checkpoint}")
+    recipe = shipped_config(f"mae_{chosen.task}")
+    finished = fit(
+        ClassifierModule, ImageData, prog=PROG, description=__doc__, demo_config=recipe, args=[*options, *rest]
+    )
+    if finished.trainer.is_global_zero:
+        finished.print_report()
+
+
+if __name__ == "__main__":
+    main()
