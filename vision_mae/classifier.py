@@ -106,14 +106,9 @@ class ClassifierModule(PretrainModule):
         if any(self.mix_alphas):
             mixup, cutmix = self.mix_alphas
             self.mixup = Mixup(mixup, cutmix, label_smoothing=self.label_smoothing, num_classes=self.n_classes)
+        top = {"accuracy": 1, "accuracy_top5": 5} if self.n_classes > 5 else {"accuracy": 1}
         self.accuracies = nn.ModuleDict(
-            {
-                f"accuracy{'_top5' if top_k == 5 else ''}": MulticlassAccuracy(
-                    self.n_classes, top_k=top_k, average="micro"
-                )
-                for top_k in (1, 5)
-                if top_k == 1 or self.n_classes > top_k
-            }
+            {name: MulticlassAccuracy(self.n_classes, top_k=k, average="micro") for name, k in top.items()}
         )
 
     def build_model(self) -> nn.Module:
@@ -135,8 +130,11 @@ class ClassifierModule(PretrainModule):
         super().configure_model()
         if self.init_from is None:
             pretrained, _ = load_module(MaskedAutoencoderModule, self.checkpoint)
-            encoder: Any = self.model.encoder if self.task == "linear" else self.model  # type: ignore[union-attr]
-            load_pretrained(encoder, encoder_weights(pretrained.model))  # type: ignore[arg-type]
+            model: Any = self.model
+            load_pretrained(
+                model.encoder if self.task == "linear" else model,
+                encoder_weights(pretrained.model),  # type: ignore[arg-type]
+            )
 
     def loss(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Cross-entropy summed over the pictures, and their number."""
@@ -149,17 +147,20 @@ class ClassifierModule(PretrainModule):
             return F.cross_entropy(self.model(images).float(), targets, reduction="sum"), present.sum()
         logits = self.model(images).float()
         if not self.training and not self.trainer.sanity_checking:
-            for metric in self.accuracies.values():
+            for metric in self._metrics().values():
                 metric.update(logits[present], labels[present])
         smoothing = self.label_smoothing if self.training else 0.0
         loss = F.cross_entropy(logits[present], labels[present], reduction="sum", label_smoothing=smoothing)
         return loss, present.sum()
 
     def validation_metrics(self, loss: float) -> dict[str, float]:
-        found = {f"val/{name}": float(metric.compute()) for name, metric in self.accuracies.items()}
-        for metric in self.accuracies.values():
+        found = {f"val/{name}": float(metric.compute()) for name, metric in self._metrics().items()}
+        for metric in self._metrics().values():
             metric.reset()
         return found
+
+    def _metrics(self) -> dict[str, Any]:
+        return dict(self.accuracies.items())
 
     def rules(self) -> list[Rule]:
         if self.task == "linear":
@@ -177,7 +178,7 @@ class ClassifierModule(PretrainModule):
 
 
 def layer_rules(depth: int, layer_decay: float) -> list[Rule]:
-    """Groups of a VisionTransformer by layer, from the head down: layer l of depth + 1 learns at layer_decay^(depth+1-l).
+    """Groups of a VisionTransformer by layer, from the head down: layer l has the rate layer_decay^(depth + 1 - l).
 
     Layer 0 is the embedding with its tokens and table, layer l is block l - 1, the last one is norm and head (Clark et
     al. 2020; BEiT and MAE). Biases, norms, tokens and the position table do not decay.

@@ -27,7 +27,7 @@ from vision_mae.classifier import ClassifierModule
 from vision_mae.data.module import ImageData
 from vision_mae.model import Pool
 from vision_mae.module import MaskedAutoencoderModule
-from vision_mae.probes import accuracies, extract_features, knn_votes
+from vision_mae.probes import knn_accuracies
 
 PROG = "python -m vision_mae.evaluate"
 TASKS = ("knn", "linear", "finetune")
@@ -47,10 +47,6 @@ def evaluate_knn(checkpoint: str, data: ImageData, k: int = 20, temperature: flo
     """
     data.prepare_data()
     data.setup("validate")
-    if data.val_dataset is None or data.val_rows is None or not data.classes or data.val_rows.labels is None:
-        raise UserError(
-            "knn needs labelled pictures in data.source and data.val_source: class folders or label columns"
-        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model: Any = load_module(MaskedAutoencoderModule, checkpoint)[0].model
     model.to(device)
@@ -58,12 +54,7 @@ def evaluate_knn(checkpoint: str, data: ImageData, k: int = 20, temperature: flo
         ("encoder", lambda images: model.features(images, pool)),
         ("raw pixels", lambda images: images.flatten(1)),
     ):
-        sets = []
-        for dataset in (data.bank(None), data.val_dataset):
-            features, labels, present = extract_features(embed, data.evaluation_batches(dataset), device)
-            sets.append((features[present], labels[present]))
-        (bank, bank_labels), (queries, labels) = sets
-        found = accuracies(knn_votes(queries, bank, bank_labels, len(data.classes), k, temperature), labels)
+        found = knn_accuracies(embed, data, device, k, temperature)
         print(f"{name:<12}" + "  ".join(f"{key} {value:.4f}" for key, value in found.items()))
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
+from pretrain.errors import UserError
 from vision_mae.model import Pool
 
 CHUNK = 1024  # queries compared with the bank at once
@@ -100,3 +101,25 @@ def accuracies(scores: Tensor, labels: Tensor) -> dict[str, float]:
             metric = MulticlassAccuracy(n_classes, top_k=top_k, average="micro").to(scores.device)
             found[name] = float(metric(scores, labels))
     return found
+
+
+def knn_accuracies(
+    embed: Callable[[Tensor], Tensor], data: Any, device: torch.device, k: int = 20, temperature: float = 0.07
+) -> dict[str, float]:
+    """Return the `accuracies` of classifying the validation pictures by their neighbours among all training pictures.
+
+    Args:
+        embed: (B, C, H, W) -> (B, D).
+        data: an `ImageData` that is set up.
+
+    Raises:
+        UserError: pictures without labels, or none to validate on.
+    """
+    if data.val_rows is None or not data.classes or data.val_rows.labels is None:
+        raise UserError("knn needs labels in data.source and data.val_source: class folders or label columns")
+    sets = []
+    for dataset in (data.bank(None), data.val_dataset):
+        features, labels, present = extract_features(embed, data.evaluation_batches(dataset), device)
+        sets.append((features[present], labels[present]))
+    (bank, bank_labels), (queries, labels) = sets
+    return accuracies(knn_votes(queries, bank, bank_labels, len(data.classes), k, temperature), labels)
