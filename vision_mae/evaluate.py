@@ -25,7 +25,7 @@ from pretrain.errors import UserError, command
 from pretrain.reload import load_module
 from vision_mae.classifier import ClassifierModule
 from vision_mae.data.module import ImageData
-from vision_mae.model import Pool
+from vision_mae.model import KnnPool
 from vision_mae.module import MaskedAutoencoderModule
 from vision_mae.probes import knn_accuracies
 
@@ -35,7 +35,9 @@ TASKS = ("knn", "linear", "finetune")
 INHERITED = ("source", "val_source", "mean", "std", "val_crop_ratio", "image_field", "label_field", "cache_dir")
 
 
-def evaluate_knn(checkpoint: str, data: ImageData, k: int = 20, temperature: float = 0.07, pool: Pool = "avg") -> None:
+def evaluate_knn(
+    checkpoint: str, data: ImageData, k: int = 20, temperature: float = 0.07, pool: KnnPool = "avg"
+) -> None:
     """Print the accuracy of k nearest neighbours, on the encoder's features and on raw pixels.
 
     Args:
@@ -43,7 +45,7 @@ def evaluate_knn(checkpoint: str, data: ImageData, k: int = 20, temperature: flo
         data: Pictures to seek neighbours in (data.source) and to classify (data.val_source), both labelled.
         k: Neighbours that vote.
         temperature: Weight of a vote: exp(cosine similarity / temperature).
-        pool: token, the class token's features, or avg, the mean over the patches.
+        pool: token, the class token's features, avg, the mean over the patches, or patches, all of them side by side.
     """
     data.prepare_data()
     data.setup("validate")

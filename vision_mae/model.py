@@ -26,6 +26,7 @@ SIZES = {
 INIT_STD = 0.02
 
 Pool = Literal["token", "avg"]
+KnnPool = Literal["token", "avg", "patches"]
 
 
 @dataclass
@@ -307,9 +308,17 @@ class MaskedAutoencoder(nn.Module):
         visible_BK, mask_BN = random_masking(noise_BN, self.config.n_visible)
         return self.decoder(self.encode(images_BCHW, visible_BK), visible_BK), mask_BN
 
-    def features(self, images_BCHW: Tensor, pool: Pool) -> Tensor:
-        """Return one vector for each unmasked picture, (B, D): the class token, or the mean over the patches."""
+    def features(self, images_BCHW: Tensor, pool: KnnPool) -> Tensor:
+        """Return one vector for each unmasked picture.
+
+        Args:
+            images_BCHW: normalised pictures.
+            pool: `token`, the class token (B, D); `avg`, the mean over the patches (B, D); `patches`, all of them side
+                by side (B, N * D).
+        """
         x = self.encode(images_BCHW)
+        if pool == "patches":
+            return x[:, 1:].flatten(1)
         return x[:, 0] if pool == "token" else x[:, 1:].mean(dim=1)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
 from pretrain.errors import UserError
-from vision_mae.model import Pool
+from vision_mae.model import KnnPool
 
 CHUNK = 1024  # queries compared with the bank at once
 
@@ -37,8 +37,8 @@ class ProbeConfig:
     temperature: float = 0.07
     """Weight of a vote: exp(cosine similarity / temperature)."""
 
-    pool: Pool = "avg"
-    """`token`: the class token's features; `avg`: the mean over the patches."""
+    pool: KnnPool = "avg"
+    """`token`: the class token's features; `avg`: the mean over the patches; `patches`: all patches side by side."""
 
     max_images: int | None = 20_000
     """Training pictures to seek neighbours in, evenly spread; null: all."""
