@@ -1,18 +1,20 @@
-"""Llama with any feed-forward kind of `moa`: mathematics only.
+"""Llama and LlamaMoE with any feed-forward kind of `moa`: mathematics only.
 
 A decoder-only Transformer: rotary positions, RMSNorm before each sublayer, multi-head attention, no biases, untied
-embedding and head (Touvron et al. 2023; the paper's section 5 and appendix 7.1).
+embedding and head (Touvron et al. 2023; the paper's section 5 and appendix 7.1). LlamaMoE has a mixture of experts in
+the place of each feed-forward layer, and is otherwise the same.
 
 Shapes: B batch, L length, D model width, H heads, K head size, V vocabulary.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import moa
+from lm.moe import MoE, MoEConfig, Routing
 from moa import FFNConfig
 
 
@@ -32,6 +34,7 @@ class LlamaConfig:
     rope_base: float = 10_000.0
     norm_eps: float = 1e-6
     init_std: float = 0.02
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
@@ -42,6 +45,8 @@ class LlamaConfig:
                 f"model.d_model {self.d_model} over model.n_heads {self.n_heads} has to be an even head size: "
                 "rotary positions turn pairs of channels"
             )
+        if self.moe is not None:
+            self.moe.check(self.ffn)
 
     @property
     def head_size(self) -> int:
@@ -90,20 +95,26 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind its norm and beside the residual stream."""
+    """Attention and feed-forward, each behind its norm and beside the residual stream.
+
+    Returns the stream and, where the feed-forward is a mixture of experts, its `Routing`, else None.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.attn = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.ffn = config.ffn.build(config.d_model)
+        d, moe = config.d_model, config.moe
+        self.ffn: nn.Module = config.ffn.build(d) if moe is None else MoE(moe, config.ffn, d)
 
     def forward(
         self, x_BLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Routing | None]:
         x_BLD = x_BLD + self.attn(self.attn_norm(x_BLD), cos, sin, mask)
-        return x_BLD + self.ffn(self.ffn_norm(x_BLD))
+        out = self.ffn(self.ffn_norm(x_BLD))
+        out_BLD, routing = out if isinstance(self.ffn, MoE) else (out, None)
+        return x_BLD + out_BLD, routing
 
 
 class Llama(nn.Module):
@@ -113,10 +124,12 @@ class Llama(nn.Module):
 
     | parameters                                   | start                                                    |
     |----------------------------------------------|----------------------------------------------------------|
-    | embedding, head, attention, FFN projections  | N(0, init_std^2)                                         |
+    | embedding, head, attention, FFN projections, | N(0, init_std^2)                                         |
+    | router, experts' projections                 |                                                          |
     | gates u, v                                   | N(0, ffn.gate_init_std^2), init_std unless set           |
     | coefficients alpha, beta                     | ffn.coefficient_init                                     |
     | norm scales                                  | 1                                                        |
+    | biases, loss-free balancing's included       | 0                                                        |
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -134,30 +147,37 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
-            elif isinstance(module, moa.FeedForward):
-                self.config.ffn.reset(module, std)
-            elif isinstance(module, Attention):
-                for projection in (module.q, module.k, module.v, module.o):
+            elif isinstance(module, Block):
+                attn = module.attn
+                for projection in (attn.q, attn.k, attn.v, attn.o):
                     nn.init.normal_(projection.weight, std=std)
+                self.config.ffn.reset(module.ffn, std)
         nn.init.normal_(self.embed.weight, std=std)
         nn.init.normal_(self.head.weight, std=std)
 
-    def forward(self, tokens_BL: torch.Tensor, segments_BL: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens_BL: torch.Tensor, segments_BL: torch.Tensor | None = None, *, with_routing: bool = False
+    ) -> Any:
         """Return the logits of the next token, (B, L, V).
 
         Args:
             tokens_BL: token ids.
             segments_BL: number of each token's document; attention and positions then stay within a document.
+            with_routing: return (logits, routing) instead: what the routers did, one row a layer; None without experts.
         """
         if segments_BL is None:
             positions, mask = torch.arange(tokens_BL.shape[1], device=tokens_BL.device), None
         else:
             positions, mask = document_positions(segments_BL)[:, None], document_mask(segments_BL)
         cos, sin = rotary_tables(positions, self.config.head_size, self.config.rope_base)
-        x_BLD = self.embed(tokens_BL)
+        x_BLD, layers = self.embed(tokens_BL), []
         for block in self.blocks:
-            x_BLD = block(x_BLD, cos, sin, mask)
-        return self.head(self.norm(x_BLD))
+            x_BLD, routing = block(x_BLD, cos, sin, mask)
+            layers.append(routing)
+        logits = self.head(self.norm(x_BLD))
+        if not with_routing:
+            return logits
+        return logits, None if self.config.moe is None else Routing(*map(torch.stack, zip(*layers, strict=True)))
 
 
 def document_positions(segments_BL: torch.Tensor) -> torch.Tensor:
@@ -174,15 +194,22 @@ def document_mask(segments_BL: torch.Tensor) -> torch.Tensor:
     return same.tril()[:, None]
 
 
-def num_parameters(config: LlamaConfig) -> dict[str, int]:
-    """Return the number of parameters by role, in closed form: N = 2 V d + L (4 d^2 + FFN + 2 d) + d in all."""
-    d, layers, ffn = config.d_model, config.n_layers, config.ffn
-    projections, in_all = ffn.num_projection_parameters(d), ffn.num_parameters(d)
+def num_parameters(config: LlamaConfig, activated: bool = False) -> dict[str, int]:
+    """Return the number of parameters by role, in closed form: N = 2 V d + L (4 d^2 + FFN + 2 d) + d in all.
+
+    Args:
+        activated: count only what one token uses, embedding and head included: of the sparse experts, its own.
+    """
+    d, layers = config.d_model, config.n_layers
+    if config.moe is None:
+        projections = config.ffn.num_projection_parameters(d)
+        per_layer = {"ffn": projections, "gates": config.ffn.num_parameters(d) - projections}
+    else:
+        per_layer = config.moe.num_parameters(config.ffn, d, activated)
     return {
         "embedding": config.vocab_size * d,
         "attention": layers * 4 * d * d,
-        "ffn": layers * projections,
-        "gates": layers * (in_all - projections),
+        **{role: layers * number for role, number in per_layer.items()},
         "norm": layers * 2 * d + d,
         "head": config.vocab_size * d,
     }
@@ -192,8 +219,10 @@ def flops_per_token(config: LlamaConfig, length: int) -> int:
     """Return the floating-point operations of one token in training: forward and, twice as much, backward.
 
     Matrix products only, 2 per multiply-add, as MFU is counted (Chowdhery et al. 2022, appendix B): attention scores
-    and their use of the values over the whole `length`, although half of it is masked.
+    and their use of the values over the whole `length`, although half of it is masked. Of the experts, those that a
+    token uses.
     """
-    d = config.d_model
-    per_layer = 2 * 4 * d * d + 2 * 2 * length * d + config.ffn.flops_per_token(d)
+    d, moe = config.d_model, config.moe
+    feed_forward = config.ffn.flops_per_token(d) if moe is None else moe.flops_per_token(config.ffn, d)
+    per_layer = 2 * 4 * d * d + 2 * 2 * length * d + feed_forward
     return 3 * (config.n_layers * per_layer + 2 * config.vocab_size * d)

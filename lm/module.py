@@ -10,7 +10,9 @@ from torch import nn
 
 from lm.callbacks import TextSamples
 from lm.data.packing import IGNORED
+from lm.expert_load import ExpertLoad
 from lm.model import Block, Llama, LlamaConfig, flops_per_token, num_parameters
+from lm.moe import MoE, MoEConfig, Routing
 from lm.rules import optimizer_rules
 from moa import FFNConfig
 from pretrain.errors import UserError
@@ -24,8 +26,8 @@ class LanguageModule(PretrainModule):
 
     Args:
         ffn: the feed-forward layer of every block.
-        optimizer: see `pretrain.optim`.
-        schedule: see `pretrain.schedules`.
+        optimizer: the optimizer and its peak learning rate.
+        schedule: the learning rate over the run.
         vocab_size: rows of embedding and head; at least the tokenizer's, often padded to a multiple of 64 or more.
         d_model: width of the residual stream.
         n_layers: number of blocks.
@@ -33,8 +35,9 @@ class LanguageModule(PretrainModule):
         rope_base: base of the rotary angles.
         norm_eps: epsilon of every RMSNorm.
         init_std: standard deviation of the initial weights.
-        compile_blocks: compile every block with torch.compile.
-        tokens_per_parameter: training tokens per parameter, a limit on the run.
+        compile_blocks: compile every block with torch.compile; null: on a GPU.
+        tokens_per_parameter: training tokens per activated parameter, a limit on the run.
+        moe: the mixture of experts in place of every feed-forward layer; null: none.
     """
 
     unit = "tokens"
@@ -52,14 +55,16 @@ class LanguageModule(PretrainModule):
         rope_base: float = 10_000.0,
         norm_eps: float = 1e-6,
         init_std: float = 0.02,
-        compile_blocks: bool = False,
+        compile_blocks: bool | None = None,
         tokens_per_parameter: float | None = None,
+        moe: MoEConfig | None = None,
     ) -> None:
         super().__init__(optimizer, schedule, compile_blocks)
-        self.config = LlamaConfig(vocab_size, d_model, n_layers, n_heads, ffn, rope_base, norm_eps, init_std)
+        self.config = LlamaConfig(vocab_size, d_model, n_layers, n_heads, ffn, rope_base, norm_eps, init_std, moe)
         self.tokens_per_parameter = tokens_per_parameter
         self._sequence_length = 0
         self._tokens_per_byte: float | None = None
+        self._step_load: torch.Tensor | None = None  # of the experts, in the micro-batches of the step at hand
 
     @classmethod
     def cli_links(cls) -> dict[str, str]:
@@ -69,22 +74,63 @@ class LanguageModule(PretrainModule):
         return Llama(self.config)
 
     def loss(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        loss_sum, _ = self.loss_and_routing(batch)
+        return loss_sum, (batch["targets"] != IGNORED).sum()
+
+    def loss_and_routing(self, batch: dict[str, Any]) -> tuple[torch.Tensor, Routing | None]:
+        """Return the sum of the cross-entropy, and what the routers did; None without experts."""
         assert self.model is not None
-        logits = self.model(batch["inputs"], batch.get("segments"))
-        targets = batch["targets"]
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return loss, (targets != IGNORED).sum()
+        logits, routing = self.model(batch["inputs"], batch.get("segments"), with_routing=True)
+        loss_sum = F.cross_entropy(
+            logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return loss_sum, routing
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        loss_sum, routing = self.loss_and_routing(batch)
+        output = self.training_output(loss_sum, batch)
+        if routing is not None:
+            output["loss"] = output["loss"] + self.router_loss(routing)
+            output["routing"] = routing = routing.detached()
+            self._step_load = routing.load if self._step_load is None else self._step_load + routing.load
+        return output
+
+    def router_loss(self, routing: Routing) -> torch.Tensor:
+        """Return what is added to the mean cross-entropy in training: balance and z-loss, summed over the layers.
+
+        A step takes the mean of it over micro-batches and ranks, which are equally large. For the z-loss, a mean over
+        tokens, this is the value of the whole step. The balance loss multiplies two means, so it is that of each
+        micro-batch by itself: the one part of a gradient that depends on how a step is cut.
+        """
+        moe = self.config.moe
+        assert moe is not None
+        return moe.balance_loss * routing.balance_loss.sum() + moe.z_loss * routing.z_loss.sum()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the biases of loss-free balancing, once a step, by the load of all its micro-batches and ranks."""
+        load, self._step_load = self._step_load, None
+        if self.config.moe is None or not self.config.moe.bias_update_rate:
+            return
+        assert self.model is not None
+        load = self.trainer.strategy.reduce(load, reduce_op="sum")
+        layers = [module for module in self.model.modules() if isinstance(module, MoE)]
+        for layer, load_E in zip(layers, load, strict=True):
+            layer.update_balance_bias(load_E)
 
     def rules(self) -> list[Rule]:
         return optimizer_rules(self.optimizer_config)
 
     def callbacks(self) -> list[L.Callback]:
-        return [TextSamples()]
+        return [TextSamples(), *([ExpertLoad()] if self.config.moe is not None else [])]
 
     def parameter_counts(self) -> dict[str, Any]:
-        roles = num_parameters(self.config)
-        total = sum(roles.values())
-        return {"total": total, "activated": total, "roles": roles}
+        roles, activated = num_parameters(self.config), num_parameters(self.config, activated=True)
+        return {
+            "total": sum(roles.values()),
+            "activated": sum(activated.values()),
+            "roles": roles,
+            "activated_roles": activated,
+        }
 
     def flops_per_unit(self) -> float:
         return flops_per_token(self.config, self._sequence_length)

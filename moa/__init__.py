@@ -15,19 +15,23 @@ Layers: Part I. Token-Adaptive Mixing of Activations" (arXiv 2605.26647).
 from moa.activations import ACTIVATIONS, LETTERS, parse_activations
 from moa.config import FFNConfig
 from moa.counts import flops_per_token, num_parameters, num_projection_parameters
-from moa.ffn import FeedForward, build_ffn
-from moa.gates import GATES
-from moa.registry import default_activations, hidden_features, kinds, register
+from moa.ffn import COEFFICIENT_NAMES, GATE_NAMES, FeedForward, build_ffn
+from moa.gates import GATES, find_gate
+from moa.registry import default_activations, find_kind, hidden_features, kinds, register
 from moa.timm_mlp import timm_mlp
 
 __all__ = [
     "ACTIVATIONS",
+    "COEFFICIENT_NAMES",
     "GATES",
+    "GATE_NAMES",
     "LETTERS",
     "FFNConfig",
     "FeedForward",
     "build_ffn",
     "default_activations",
+    "find_gate",
+    "find_kind",
     "flops_per_token",
     "hidden_features",
     "kinds",

@@ -63,8 +63,12 @@ class FFNConfig:
         )
 
     @torch.no_grad()
-    def reset(self, layer: FeedForward, std: float) -> None:
-        """Draw the weights of a layer as configured; `std` is that of the projections."""
+    def reset(self, layer: Any, std: float) -> None:
+        """Draw the weights of a layer as configured; `std` is that of the projections.
+
+        Args:
+            layer: a `FeedForward`, or what has a `reset_parameters` like it.
+        """
         layer.reset_parameters(std=std, gate_std=self.gate_init_std, coefficient=self.coefficient_init)
 
     def num_parameters(self, d: int) -> int:

@@ -76,9 +76,8 @@ class FeedForward(nn.Module):
         """(..., in_features) -> (..., out_features)."""
         y = self.w1(x)
         z, output = (None, self.w2) if self.w3 is None else (self.w2(x), self.w3)
-        weights = self.gates(x) or {slot: getattr(self, COEFFICIENT_NAMES[slot]) for slot in self._labels}
         # Float32 coefficients would otherwise promote the whole hidden activation under autocast.
-        weights = {slot: weight.to(y.dtype) for slot, weight in weights.items()}
+        weights = {slot: weight.to(y.dtype) for slot, weight in self.mixing_weights(x).items()}
         return output(self.drop(self.mix(y, z, weights)))
 
     def mix(self, y: Tensor, z: Tensor | None, weights: dict[str, Tensor]) -> Tensor:
@@ -86,6 +85,10 @@ class FeedForward(nn.Module):
         if self._mixing is None:
             raise NotImplementedError(f"{type(self).__name__}, the layer of kind {self.kind!r}, must define mix()")
         return self._mixing(y, z, weights, self.activations)
+
+    def mixing_weights(self, x: Tensor) -> dict[str, Tensor]:
+        """What `mix` reads, "pi" and, bi-sided, "rho": each token's gates (..., rows), or coefficients (rows,)."""
+        return self.gates(x) or {slot: getattr(self, COEFFICIENT_NAMES[slot]) for slot in self._labels}
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
         """The mixing weights of each token: {"pi": (..., rows)}, bi-sided also "rho"; {} for fixed and LA kinds.

@@ -244,6 +244,7 @@ def mix_figure(gate: str, rows: dict[str, dict[str, float]]) -> "Figure":
     axes.set_title(f"mean weight of each activation ({gate})")
     for row, line in enumerate(values):
         for column, value in enumerate(line):
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", color="white", fontsize=7)
+            ink = "black" if image.norm(value) > 0.6 else "white"  # viridis ends in a light yellow
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=7)
     figure.colorbar(image, ax=axes)
     return figure

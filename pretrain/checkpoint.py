@@ -107,6 +107,10 @@ class Checkpoints(Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = state_dict["best"]
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # Each rank has named the folder by its own clock.
+        self.folder = trainer.strategy.broadcast(self.folder)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_step = trainer.global_step
 

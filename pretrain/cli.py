@@ -11,15 +11,17 @@ from typing import Any, NoReturn
 
 import lightning as L
 import yaml
+from jsonargparse import set_parsing_settings
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from pretrain.callbacks import GateStatistics, StepProgress, StopSignal, find_callback
 from pretrain.checkpoint import Checkpoints, check_same_architecture, find_checkpoint, read_checkpoint
 from pretrain.data import PretrainData
 from pretrain.errors import EXIT_CODE, UserError
-from pretrain.metrics import CsvLogger, StepMetrics
+from pretrain.metrics import CsvLogger, EventsLogger, StepMetrics
 from pretrain.module import PretrainModule
 from pretrain.plan import apply_plan
 from pretrain.run import CONFIG, METRICS, RunRecord, new_run_folder
@@ -71,6 +73,11 @@ class PretrainCLI(LightningCLI):
             load_from_checkpoint_support=False,
         )
 
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        # --help shows the docstring below each field of a configuration class.
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        return super().init_parser(**kwargs)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--name", type=str, default="run", help="The run's name: it goes to runs_dir/name/TIME.")
         parser.add_argument("--runs_dir", type=str, default="runs", help="Where the folders of runs lie.")
@@ -89,8 +96,8 @@ class PretrainCLI(LightningCLI):
         parser.add_argument(
             "--checkpoint_every_n_steps", type=int, default=1000, help="Optimizer steps between two last.ckpt."
         )
-        for name in self.model_class.cli_links():  # type: ignore[union-attr]
-            parser.add_argument(f"--{name}", type=float | None, default=None, help=self.model_class.cli_links()[name])  # type: ignore[union-attr]
+        for name, explanation in self.model_class.cli_links().items():  # type: ignore[union-attr]
+            parser.add_argument(f"--{name}", type=float | None, default=None, help=explanation)
             parser.link_arguments(name, f"model.{name}")
         for name, target in self.model_class.data_links().items():  # type: ignore[union-attr]
             parser.link_arguments(f"model.{name}", f"data.{target}")
@@ -112,7 +119,7 @@ class PretrainCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except (ValueError, TypeError) as error:
+        except (ValueError, MisconfigurationException) as error:
             raise UserError(str(error)) from error
         self.model.run_config = yaml.safe_load(self.config_text())
         if self.config.init_from and self.checkpoint is None:
@@ -144,11 +151,9 @@ class PretrainCLI(LightningCLI):
         ]
 
     def _loggers(self, chosen: Any, resumed_step: int) -> list[Logger]:
-        csv = CsvLogger(self.folder / METRICS, keep_until_step=resumed_step)
+        csv = CsvLogger(self.folder / METRICS, resumed_step)
         if chosen is None or chosen is True:
-            # Points past the resumed step are of a life that the checkpoint does not know.
-            purge_step = resumed_step + 1 if resumed_step else None
-            return [TensorBoardLogger(str(self.folder), name="", version="", purge_step=purge_step), csv]
+            return [EventsLogger(self.folder, resumed_step), csv]
         return [*(chosen if isinstance(chosen, list) else [chosen]), csv]
 
     def config_text(self) -> str:

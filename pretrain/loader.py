@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from pretrain.errors import UserError
 from pretrain.order import SampleStream
 
 
@@ -92,7 +93,7 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         for name, now in (("n_samples", self.stream.n_samples), ("seed", self.stream.seed)):
             if state[name] != now:
-                raise ValueError(
+                raise UserError(
                     f"the checkpoint was trained on data with {name} {state[name]}, now it is {now}: "
                     "resume with the same data and seed, or start anew from its weights with --init_from"
                 )

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 
@@ -22,19 +22,34 @@ def log_metrics(trainer: L.Trainer, metrics: dict[str, float]) -> None:
         logger.log_metrics(metrics, step=trainer.global_step)
 
 
+class EventsLogger(TensorBoardLogger):
+    """TensorBoard events in the run folder itself, without the hparams.yaml that config.yaml already is.
+
+    Args:
+        folder: where the event files go.
+        resumed_step: points past it are of a life that the resumed checkpoint does not know: TensorBoard drops them.
+    """
+
+    def __init__(self, folder: str | Path, resumed_step: int = 0) -> None:
+        super().__init__(str(folder), name="", version="", purge_step=resumed_step + 1 if resumed_step else None)
+
+    @rank_zero_only
+    def save(self) -> None:
+        self.experiment.flush()
+
+
 class CsvLogger(Logger):
     """Write `metrics.csv`: one row a step, one column a metric, empty where a step has no value.
 
-    Lightning's own CSVLogger deletes the rows of the run that it resumes; this one keeps those up to the resumed step.
+    Lightning's own CSVLogger deletes the rows of the run that it resumes; this one keeps those up to `resumed_step`.
     """
 
-    def __init__(self, file: str | Path, keep_until_step: int = 0) -> None:
+    def __init__(self, file: str | Path, resumed_step: int = 0) -> None:
         super().__init__()
         self.file = Path(file)
-        self._columns = ["step"]
+        self.resumed_step = resumed_step
+        self._columns: list[str] = []  # of the file as this process has written it; none yet
         self._row: dict[str, float] = {}
-        if keep_until_step and self.file.exists():
-            self._drop_rows_after(keep_until_step)
 
     @property
     def name(self) -> str:
@@ -60,31 +75,27 @@ class CsvLogger(Logger):
         """Write out the row at hand; a metric not seen before adds a column."""
         if not self._row:
             return
-        new = [name for name in self._row if name not in self._columns]
-        if new or not self.file.exists():
-            rows = self._read()
-            self._columns += new
-            self._write([*rows, self._row])
-        else:
+        if all(name in self._columns for name in self._row):
             with self.file.open("a", newline="") as stream:
                 csv.DictWriter(stream, self._columns).writerow(self._row)
+        else:
+            rows = [*self._earlier_rows(), self._row]
+            self._columns = list(dict.fromkeys(name for row in rows for name in row))
+            self._write(rows)
         self._row = {}
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         self.save()
 
-    @rank_zero_only
-    def _drop_rows_after(self, step: int) -> None:
-        rows = self._read()
-        self._columns = list(rows[0]) if rows else ["step"]
-        self._write([row for row in rows if int(row["step"]) <= step])
-
-    def _read(self) -> list[dict[str, Any]]:
+    def _earlier_rows(self) -> list[dict[str, Any]]:
         if not self.file.exists():
             return []
         with self.file.open(newline="") as stream:
-            return list(csv.DictReader(stream))
+            rows = list(csv.DictReader(stream))
+        if not self._columns:  # left by the run that is resumed: what came after the checkpoint comes again
+            rows = [row for row in rows if int(row["step"]) <= self.resumed_step]
+        return rows
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)

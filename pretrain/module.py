@@ -32,7 +32,9 @@ class PretrainModule(L.LightningModule):
     #: the submodules that are compiled one by one
     block_class: type[nn.Module] | None = None
 
-    def __init__(self, optimizer: OptimizerConfig, schedule: ScheduleConfig, compile_blocks: bool = False) -> None:
+    def __init__(
+        self, optimizer: OptimizerConfig, schedule: ScheduleConfig, compile_blocks: bool | None = None
+    ) -> None:
         super().__init__()
         self.optimizer_config = optimizer
         self.schedule_config = schedule
@@ -137,7 +139,9 @@ class PretrainModule(L.LightningModule):
         self.model = self.build_model()
         if self.init_from is not None:
             load_weights(self.model, self.init_from)
-        parallelize(self.model, self.block_class if self.compile_blocks else None)
+        on_gpu = self.trainer.strategy.root_device.type == "cuda"
+        compiles = on_gpu if self.compile_blocks is None else self.compile_blocks
+        parallelize(self.model, self.block_class if compiles else None)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         assert self.model is not None
@@ -161,8 +165,12 @@ class PretrainModule(L.LightningModule):
         return build_schedule(self.schedule_config, self.plan.total_steps, self.plan.steps_per_epoch)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        assert self.plan is not None
         loss_sum, _ = self.loss(batch)
+        return self.training_output(loss_sum, batch)
+
+    def training_output(self, loss_sum: torch.Tensor, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return what a training step has to: the loss to differentiate, and the numbers that callbacks read."""
+        assert self.plan is not None
         # Lightning divides by the accumulation, the gradient reduction by the ranks: neither is a mean over targets.
         share = self.plan.accumulation * self.plan.world_size / batch["step_targets"]
         return {"loss": loss_sum * share, "loss_sum": loss_sum.detach(), "step_targets": batch["step_targets"]}
@@ -186,7 +194,7 @@ class PretrainModule(L.LightningModule):
         loss = float(sums[0] / sums[1])
         metrics = {"val/loss": loss, **self.validation_metrics(loss)}
         # Through `self.log` for callbacks that monitor, past the loggers: Lightning's step axis lags by one there.
-        self.log_dict(metrics, logger=False)
+        self.log_dict(metrics, logger=False, sync_dist=True)
         if not self.trainer.sanity_checking:
             log_metrics(self.trainer, metrics)
 

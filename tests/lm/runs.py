@@ -1,5 +1,6 @@
 """Real runs of `lm.fit` that take seconds: what the tests of the command line, resume and records train."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ def run_folder(runs_dir: Path) -> Path:
     """Return the folder of the only run below `runs_dir`."""
     (folder,) = (path.parent for path in runs_dir.glob("*/*/config.yaml"))
     return folder
+
+
+def logged(folder: Path) -> dict[int, dict[str, float]]:
+    """Return the rows of a run's metrics.csv by step, without the empty cells."""
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {int(row["step"]): {name: float(value) for name, value in row.items() if value} for row in rows}
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:

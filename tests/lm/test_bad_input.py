@@ -1,0 +1,148 @@
+"""Every mistake is one line that says what, where and what to do, exit code 2, and nothing is left behind."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm.data.prepared import prepare
+from lm.fit import main
+from tests.lm.runs import arguments, train
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("trained"), trainer__max_steps=2).folder
+
+
+@pytest.fixture
+def refuse(tmp_path, capfd):
+    """Run the command, check how it is refused, and return the line."""
+
+    def call(*extra: str, without: tuple[str, ...] = ("none",), **changes) -> str:
+        runs = tmp_path / "runs"
+        small = [arg for arg in arguments(runs, **changes) if not arg.startswith(without)]
+        args = [*small, *extra]
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(args)
+        assert stop.value.code == 2
+        lines = capfd.readouterr().err.strip().splitlines()
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("error: ")
+        assert not runs.exists()
+        return lines[0]
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"model__d_modle": 3}, ["d_modle", "did you mean model.d_model?"]),
+        ({"modle__d_model": 3}, ["modle.d_model", "did you mean model.d_model?"]),
+        ({"model__d_model": "wide"}, ["model.d_model", "wide", "int"]),
+        ({"model__d_model": 33}, ["model.d_model 33", "model.n_heads 2"]),
+        ({"model__n_layers": 0}, ["model.n_layers is 0"]),
+        ({"model__ffn__kind": "swigloo"}, ["swigloo", "swiglu", "qd-moa"]),
+        ({"model__ffn__activations": "[gelu, foo]"}, ["foo", "leaky_relu"]),
+        ({"model__ffn__gate": "hard"}, ["hard", "softmax"]),
+        ({"model__ffn__kind": "swiglu", "model__ffn__gate": "tanh"}, ["does not apply", "qd-moa"]),
+        ({"model__vocab_size": 100}, ["model.vocab_size 100", "257", "bytes"]),
+        ({"model__optimizer__lr": -1}, ["optimizer.lr is -1"]),
+        ({"model__optimizer__base_lr": 1e-3}, ["lr and base_lr"]),
+        ({"model__schedule__name": "linear"}, ["linear", "cosine", "wsd"]),
+        ({"model__schedule__name": "wsd", "model__schedule__warmup_steps": 18}, ["warm-up of 18", "20 steps"]),
+        ({"data__global_batch_size": 10, "data__micro_batch_size": 4}, ["no multiple", "8 or 12"]),
+        ({"data__micro_batch_size": 0}, ["data.micro_batch_size is 0"]),
+        ({"data__sequence_length": 0}, ["data.sequence_length is 0"]),
+        ({"data__num_workers": -1}, ["data.num_workers is -1"]),
+        ({"data__source": "missing.txt"}, ["missing.txt", "no such file"]),
+        ({"data__source": "none-*.jsonl"}, ["none-*.jsonl", "matches nothing"]),
+        ({"data__tokenizer": "missing.model"}, ["missing.model", "no such tokenizer"]),
+        ({"trainer__max_steps": -1}, ["no end", "trainer.max_epochs"]),
+        ({"trainer__accumulate_grad_batches": 2}, ["derived", "data.micro_batch_size"]),
+        ({"checkpoint_every_n_steps": 0}, ["checkpoint_every_n_steps"]),
+        ({"resume": "missing"}, ["missing", "does not exist"]),
+        ({"init_from": "missing"}, ["missing", "does not exist"]),
+        ({"config": "missing.yaml"}, ["missing.yaml", "not exist"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_a_mistake_in_the_configuration(refuse, changes, parts):
+    line = refuse(**changes)
+    for part in parts:
+        assert part in line
+
+
+def test_an_unknown_key_in_a_file(refuse, tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("model:\n  d_modle: 3\n")
+    line = refuse(f"--config={config}")
+    assert "d_modle" in line
+
+
+def test_a_broken_row_is_named_and_leaves_no_cache(refuse, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOA_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "fine"}\n{"text": broken}\n')
+    line = refuse(data__source=text)
+    assert f"{text}, row 2" in line
+    assert "--data.max_bad" in line
+    assert list((tmp_path / "cache").glob("*")) == []
+
+
+def test_undecodable_text_is_named(refuse, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"union \xff")
+    assert "not UTF-8 at byte 7" in refuse(data__source=text)
+
+
+def test_one_document_cannot_be_held_out(refuse, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one document")
+    assert "data.val_source" in refuse(data__source=text)
+
+
+def test_a_prepared_folder_of_another_tokenizer(refuse, tmp_path):
+    prepare(str(Path("lm/assets/sotu/val.jsonl").resolve()), tmp_path / "prepared", "gpt2", val_fraction=0.2)
+    line = refuse(data__source=tmp_path / "prepared")
+    for part in (str(tmp_path / "prepared"), "gpt2", "bytes"):
+        assert part in line
+
+
+def test_a_checkpoint_of_another_architecture(refuse, small_run):
+    line = refuse(init_from=small_run, model__n_layers=3)
+    assert "another architecture" in line
+    assert "blocks.2" in line
+    assert "of another shape" in refuse(init_from=small_run, model__d_model=64)
+
+
+def test_a_damaged_checkpoint(refuse, small_run, tmp_path):
+    torn = tmp_path / "torn.ckpt"
+    torn.write_bytes((small_run / "checkpoints" / "last.ckpt").read_bytes()[:5000])
+    assert "no readable checkpoint" in refuse(init_from=torn)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(refuse, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (Path(tmp_path / "ran").touch, ())
+
+    torch.save({"state_dict": {}, "x": Evil()}, tmp_path / "evil.ckpt")
+    assert "no readable checkpoint" in refuse(init_from=tmp_path / "evil.ckpt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_resuming_with_other_data_or_at_the_end(refuse, small_run, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(small_run, copy)
+    assert "at step 2, and the run ends at 2" in refuse(f"--resume={copy}", without=("--",))
+    other = refuse(f"--resume={copy}", "--trainer.max_steps=4", "--data.source=demo:train", without=("--",))
+    assert "n_samples" in other
+
+
+def test_an_empty_text_has_nothing_to_train_on(refuse, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    assert "holds no documents" in refuse(data__source=tmp_path / "empty.txt")

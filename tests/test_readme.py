@@ -1,0 +1,98 @@
+"""The README is true: its commands run, its code runs, its links lead somewhere."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lm import fit, prepare
+from lm.fit import config_folder
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+# What makes a run that would take minutes or a week take seconds, on any machine.
+SHORT = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu"]
+SMALL_MODEL = ["--model.d_model=32", "--model.n_layers=1", "--model.n_heads=1", "--trainer.precision=32-true"]
+SMALL_BATCH = ["--data.global_batch_size=2", "--data.micro_batch_size=1", "--data.sequence_length=32"]
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+COMMANDS = [line for block in code_blocks("bash") for line in block.splitlines() if line.startswith("python -m")]
+
+
+@pytest.fixture(scope="module")
+def newcomer(tmp_path_factory) -> Path:
+    """A folder as the README imagines it: some text of one's own, and the shipped configurations."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    (folder / "configs").symlink_to(config_folder())
+    (folder / "my_text").mkdir()
+    for number in range(6):
+        (folder / "my_text" / f"{number}.txt").write_text(f"Speech {number}: the state of the union is strong. " * 200)
+    return folder
+
+
+def run(line: str, folder: Path) -> None:
+    module, *arguments = shlex.split(line.removeprefix("python -m "))
+    if module == "lm.prepare":
+        prepare.main(arguments)
+    elif "--trainer.devices" in arguments:  # wants eight GPUs and the network
+        with pytest.raises(SystemExit) as done:
+            fit.main([*arguments, "--print_config"])
+        assert done.value.code == 0
+    elif "--resume" in arguments:
+        (earlier,) = folder.glob("runs/lm_tiny/*")
+        fit.main(["--resume", str(earlier), "--trainer.max_steps=3"])
+    elif "--config" in arguments:
+        fit.main([*arguments, *SHORT, *SMALL_MODEL, *SMALL_BATCH])
+    else:
+        fit.main([*arguments, *SHORT])
+
+
+def test_its_commands_run_one_after_the_other(newcomer, monkeypatch, capfd):
+    monkeypatch.chdir(newcomer)
+    assert len(COMMANDS) == 6
+    for line in COMMANDS:
+        run(line, newcomer)
+    shown = capfd.readouterr().out
+    assert shown.count("tensorboard --logdir") == 4
+    assert "train on it: python -m lm.fit --data.source my_tokens" in shown
+
+
+def test_its_python_runs():
+    names: dict = {}
+    exec("import torch; x = torch.randn(2, 768)", names)
+    for block in code_blocks("python"):
+        exec(block, names)
+    assert names["ffn"](names["x"]).shape == (2, 768)
+    assert names["moa"].build_ffn("diagonal-moa", 8, 16)(names["torch"].randn(3, 8)).shape == (3, 8)
+    names["moa"].registry._KINDS.pop("diagonal-moa")
+
+
+def test_every_kind_and_every_configuration_is_listed():
+    import moa
+
+    for kind in moa.kinds():
+        assert f"`{kind}`" in README
+    for config in config_folder().glob("*.yaml"):
+        assert f"`configs/{config.name}`" in README
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_links_lead_to_files(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if not target.startswith("http"):
+            assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_make_targets_it_names_exist():
+    for line in (line for block in code_blocks("bash") for line in block.splitlines() if line.startswith("make ")):
+        target = line.split()[1]
+        done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
