@@ -4,7 +4,7 @@ from lm.callbacks import TextSamples
 from lm.data.module import TextData
 from lm.module import LanguageModule
 from pretrain.callbacks import find_callback
-from pretrain.cli import FinishedRun, fit, shipped_config
+from pretrain.cli import FinishedRun, config_folder, fit
 from pretrain.errors import command
 
 PROG = "python -m lm.fit"
@@ -18,7 +18,7 @@ def run(args: list[str] | None = None) -> FinishedRun:
         TextData,
         prog=PROG,
         description=DESCRIPTION,
-        demo_config=shipped_config("lm_tiny"),
+        demo_config=config_folder() / "lm_tiny.yaml",
         args=args,
     )
     if finished.trainer.is_global_zero:

@@ -164,11 +164,11 @@ class PretrainCLI(LightningCLI):
         return self.parser.dump(config, skip_none=False)
 
 
-def shipped_config(name: str) -> Path:
-    """Return a shipped configuration: beside the package in a checkout, inside it when installed."""
+def config_folder() -> Path:
+    """Return the folder of the shipped configurations: beside the package in a checkout, inside it when installed."""
     package = Path(__file__).parent
     installed = package / "configs"
-    return (installed if installed.is_dir() else package.parent / "configs") / f"{name}.yaml"
+    return installed if installed.is_dir() else package.parent / "configs"
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pretrain.cli import OneLineParser, fit, quieten_libraries, shipped_config
+from pretrain.cli import OneLineParser, config_folder, fit, quieten_libraries
 from pretrain.errors import UserError, command
 from pretrain.reload import load_module
 from vision_mae.classifier import ClassifierModule
@@ -93,7 +93,7 @@ def main(args: list[str] | None = None) -> None:
         evaluate_knn(settings.checkpoint, settings.data, settings.k, settings.temperature, settings.pool)
         return
     options.append(f"--model.checkpoint={chosen.checkpoint}")
-    recipe = shipped_config(f"mae_{chosen.task}")
+    recipe = config_folder() / f"mae_{chosen.task}.yaml"
     finished = fit(
         ClassifierModule, ImageData, prog=PROG, description=__doc__, demo_config=recipe, args=[*options, *rest]
     )

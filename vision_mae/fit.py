@@ -1,7 +1,7 @@
 """Train a masked autoencoder: `python -m vision_mae.fit [--config FILE] [--KEY VALUE ..]`; by default a demo."""
 
 from pretrain.callbacks import find_callback
-from pretrain.cli import FinishedRun, fit, shipped_config
+from pretrain.cli import FinishedRun, config_folder, fit
 from pretrain.errors import command
 from vision_mae.callbacks import KnnProbe
 from vision_mae.data.module import ImageData
@@ -20,7 +20,7 @@ def run(args: list[str] | None = None) -> FinishedRun:
         ImageData,
         prog=PROG,
         description=DESCRIPTION,
-        demo_config=shipped_config("mae_tiny"),
+        demo_config=config_folder() / "mae_tiny.yaml",
         args=args,
     )
     if finished.trainer.is_global_zero:

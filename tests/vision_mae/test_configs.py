@@ -5,7 +5,7 @@ import shutil
 import pytest
 import yaml
 
-from pretrain.cli import shipped_config
+from pretrain.cli import config_folder
 from pretrain.schedules import ScheduleConfig, lr_multiplier
 from tests.vision_mae.pictures import write_folder
 from vision_mae.fit import run
@@ -16,7 +16,7 @@ def test_the_paper_s_run_takes_a_step_of_the_full_model(tmp_path):
     pictures = write_folder(tmp_path / "pictures", n_images=2, classes=(), side=64)
     finished = run(
         [
-            *("--config", str(shipped_config("mae_vitb16")), "--data.source", str(pictures)),
+            *("--config", str(config_folder() / "mae_vitb16.yaml"), "--data.source", str(pictures)),
             *("--trainer.max_steps", "1", "--data.global_batch_size", "2", "--data.micro_batch_size", "2"),
             *("--data.num_workers", "0", "--trainer.accelerator", "cpu", "--trainer.precision", "32"),
             *("--trainer.enable_progress_bar", "false", "--runs_dir", str(tmp_path / "runs")),
@@ -29,7 +29,7 @@ def test_the_paper_s_run_takes_a_step_of_the_full_model(tmp_path):
 
 def test_the_paper_s_recipe():
     """800 epochs of 1,281,167 pictures in batches of 4,096: warm-up over 40 epochs, then a cosine to zero."""
-    config = yaml.safe_load(shipped_config("mae_vitb16").read_text())
+    config = yaml.safe_load(config_folder() / "mae_vitb16.yaml".read_text())
     optimizer, schedule = config["model"]["optimizer"], config["model"]["schedule"]
     assert (optimizer["betas"], optimizer["eps"], optimizer["weight_decay"]) == ([0.9, 0.999], 1e-8, 0.05)
     assert (config["trainer"]["max_epochs"], config["data"]["global_batch_size"]) == (800, 4096)
