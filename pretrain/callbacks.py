@@ -239,12 +239,13 @@ def mix_figure(gate: str, rows: dict[str, dict[str, float]]) -> "Figure":
     figure = Figure(figsize=(2.5 + 0.7 * len(labels), 1.2 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(values, cmap="viridis", aspect="auto")
+    shade: Any = image.norm  # its type knows arrays only
     axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_title(f"mean weight of each activation ({gate})")
     for row, line in enumerate(values):
         for column, value in enumerate(line):
-            ink = "black" if image.norm(value) > 0.6 else "white"  # viridis ends in a light yellow
+            ink = "black" if shade(value) > 0.6 else "white"  # viridis ends in a light yellow
             axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=7)
     figure.colorbar(image, ax=axes)
     return figure
