@@ -283,5 +283,6 @@ def quieten_libraries() -> None:
         ".*available but not used.*",
         ".*Experiment logs directory .* exists.*",
         ".*treespec, LeafSpec.*",
+        ".*all_gather is deprecated.*",
     ):
         warnings.filterwarnings("ignore", message)

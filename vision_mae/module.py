@@ -139,7 +139,7 @@ class MaskedAutoencoderModule(PretrainModule):
     def validation_metrics(self, loss: float) -> dict[str, float]:
         """`val/relative_loss`: the loss over that of predicting each patch's mean.
 
-        With normalised pixels the latter is nearly the share of patches that are not of one colour.
+        With normalised pixels of V values a patch the latter is (V - 1) / V, or 0 for a patch of V equal values.
         """
         sums = self.trainer.strategy.reduce(self._mean_sums, reduce_op="sum")
         baseline = float(sums[0] / sums[1])

@@ -103,6 +103,7 @@ def test_pictures_without_labels_are_trained_without_a_probe(tmp_path):
     assert find_callback(finished.trainer, KnnProbe).latest == {}
 
 
+@pytest.mark.slow
 def test_a_picture_that_breaks_while_training_is_named(tmp_path):
     """More pictures than are looked at ahead; the broken one is met by a loader process."""
     folder = write_folder(tmp_path / "pictures", n_images=80, classes=())
