@@ -1,16 +1,15 @@
 """What a pre-trained encoder is worth: `python -m vision_mae.evaluate --checkpoint RUN --task knn|linear|finetune ..`.
 
-- knn: k nearest neighbours, the protocol of `vision_mae.probes`: k = 20, cosine similarity, votes weighted by
-  exp(s / 0.07) (Wu et al. 2018; Caron et al. 2021). The same on raw pixels is printed beside it.
-- linear: the probe of MAE (He et al. 2021, appendix A.1, table 9): frozen encoder in evaluation mode, batch
-  normalisation without scale and shift, one linear layer; random resized crops and flips, no mixup, no weight decay, 90
-  epochs, 10 of warm-up, cosine to zero. MAE uses LARS for its batch of 16,384; here it is AdamW.
+- knn: k nearest neighbours, the protocol of `vision_mae.probes` (Wu et al. 2018; Caron et al. 2021): k = 20, cosine
+  similarity, votes weighted by exp(s / 0.07). The same on raw pixels is printed beside it.
+- linear: the probe of MAE (He et al. 2021, table 9): frozen encoder in evaluation mode, batch normalisation without
+  scale and shift, one linear layer; random resized crops and flips, no mixup, no weight decay, 90 epochs, 10 of
+  warm-up, cosine to zero. MAE uses LARS for its batch of 16,384; here it is AdamW. configs/mae_linear.yaml
 - finetune: MAE's end-to-end recipe (table 8): AdamW, layer-wise lr decay, drop path, mixup, cutmix, label smoothing,
-  RandAugment, random erasing, 100 epochs, 5 of warm-up, cosine to zero.
+  RandAugment, random erasing, 100 epochs, 5 of warm-up, cosine to zero. configs/mae_finetune.yaml
 
-Pictures are cropped in the middle for evaluation. linear and finetune are runs like those of fit, with a run folder;
-their recipes are configs/mae_linear.yaml and configs/mae_finetune.yaml, and every key of those can be given here.
-Without --data.source the pictures of the pre-training run are used.
+Evaluation crops pictures in the middle. linear and finetune are runs like those of fit, with a run folder, and take all
+keys of their configurations. Without --data.source the pictures of the pre-training run are used.
 """
 
 import argparse
@@ -74,9 +73,9 @@ def inherited_arguments(checkpoint: str) -> list[str]:
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=PROG, add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint")
-    parser.add_argument("--task", choices=TASKS)
+    parser.add_argument("--task")
     chosen, rest = parser.parse_known_args(sys.argv[1:] if args is None else args)
-    if chosen.checkpoint is None or chosen.task is None:
+    if chosen.checkpoint is None or chosen.task not in TASKS:
         if "--help" in rest or "-h" in rest:
             print(__doc__)
             return

@@ -72,9 +72,10 @@ def test_a_run_that_is_not_there(tmp_path, capsys):
         export.main(["--checkpoint", str(tmp_path / "gone"), "--output", str(tmp_path / "x")])
     assert stop.value.code == 2
     assert "does not exist" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        evaluate.main(["--task", "knn"])
-    assert "--checkpoint and --task (knn, linear, finetune) are needed" in capsys.readouterr().err
+    for incomplete in (["--task", "knn"], ["--checkpoint", "x", "--task", "magic"]):
+        with pytest.raises(SystemExit):
+            evaluate.main(incomplete)
+        assert "--checkpoint and --task (knn, linear, finetune) are needed" in capsys.readouterr().err
 
 
 def test_neighbours_with_the_run_s_own_pictures(trained, capsys):
