@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types
+.PHONY: demo demo-vision test lint types
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m lm.fit
+
+demo-vision: $(VENV)/.demo
+	$(BIN)/python -m vision_mae.fit
 
 test: lint types
 	$(BIN)/python -m pytest

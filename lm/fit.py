@@ -1,23 +1,14 @@
 """Train a language model: `python -m lm.fit [--config FILE] [--KEY VALUE ..]`; without arguments, the demo."""
 
-from pathlib import Path
-
 from lm.callbacks import TextSamples
 from lm.data.module import TextData
 from lm.module import LanguageModule
 from pretrain.callbacks import find_callback
-from pretrain.cli import FinishedRun, fit
+from pretrain.cli import FinishedRun, config_folder, fit
 from pretrain.errors import command
 
 PROG = "python -m lm.fit"
 DESCRIPTION = "Pre-train a Llama with any feed-forward kind of moa. Without --config: a demo of a few minutes."
-
-
-def config_folder() -> Path:
-    """Return the folder of the shipped configurations: beside the package in a checkout, inside it when installed."""
-    package = Path(__file__).parent
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
 
 
 def run(args: list[str] | None = None) -> FinishedRun:

@@ -42,6 +42,7 @@ class LanguageModule(PretrainModule):
 
     unit = "tokens"
     block_class = Block
+    may_change_on_resume = (*PretrainModule.may_change_on_resume, "tokens_per_parameter")
     settings_of_training = (
         *PretrainModule.settings_of_training,
         "tokens_per_parameter",

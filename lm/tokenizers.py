@@ -13,6 +13,7 @@ import numpy as np
 import tokenizers
 
 from pretrain.errors import UserError
+from pretrain.hub import HUB_NAME
 
 END_OF_TEXT = "<|endoftext|>"
 # What published tokenizers call the token between two documents, in the order in which they are looked for.
@@ -28,7 +29,6 @@ END_OF_TEXT_NAMES = (
     "<|im_end|>",
 )
 GPT2_MERGES = Path(__file__).parent / "assets" / "gpt2" / "merges.txt"
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
 class Tokenizer(ABC):

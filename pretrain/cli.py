@@ -92,6 +92,8 @@ class PretrainCLI(LightningCLI):
         for name, explanation in self.model_class.cli_links().items():  # type: ignore[union-attr]
             parser.add_argument(f"--{name}", type=float | None, default=None, help=explanation)
             parser.link_arguments(name, f"model.{name}")
+        for name, target in self.model_class.data_links().items():  # type: ignore[union-attr]
+            parser.link_arguments(f"model.{name}", f"data.{target}")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         # LightningCLI warns of `args` beside a non-empty sys.argv, though here they are the same.
@@ -159,6 +161,13 @@ class PretrainCLI(LightningCLI):
         config.pop("config", None)
         config["resume"] = None
         return self.parser.dump(config, skip_none=False)
+
+
+def config_folder() -> Path:
+    """Return the folder of the shipped configurations: beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
 
 
 @dataclass
@@ -235,5 +244,6 @@ def quieten_libraries() -> None:
         ".*available but not used.*",
         ".*Experiment logs directory .* exists.*",
         ".*treespec, LeafSpec.*",
+        ".*all_gather is deprecated.*",
     ):
         warnings.filterwarnings("ignore", message)

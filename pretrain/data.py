@@ -18,6 +18,17 @@ class PretrainData(L.LightningDataModule):
         seed: decides the order of the samples; default: the value of seed_everything.
     """
 
+    #: settings that a resumed run may change: where the same samples lie, and how a step is cut
+    may_change_on_resume: tuple[str, ...] = (
+        "source",
+        "val_source",
+        "val_fraction",
+        "max_bad",
+        "cache_dir",
+        "global_batch_size",
+        "micro_batch_size",
+        "num_workers",
+    )
     train_dataset: WeightedDataset
     val_dataset: WeightedDataset | None = None
 

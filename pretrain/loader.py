@@ -12,7 +12,11 @@ from pretrain.order import SampleStream
 
 
 class WeightedDataset(Protocol):
-    """A map-style dataset whose samples may hold different numbers of prediction targets."""
+    """A map-style dataset whose samples may hold different numbers of prediction targets.
+
+    A dataset that also has `draw(index, position)` is asked for training samples through it: `position` is the sample's
+    place in the endless stream, so that augmentation can be a pure function of it, other in every epoch.
+    """
 
     def __len__(self) -> int: ...
 
@@ -120,7 +124,7 @@ class _MicroBatches:
         self.start = start
         self.steps = steps
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
         loader = self.loader
         per_step, per_rank = loader.global_batch_size, loader.micro_batch_size
         for step_start in range(self.start, self.start + self.steps * per_step, per_step):
@@ -128,7 +132,8 @@ class _MicroBatches:
             step_targets = int(loader.dataset.n_targets(samples).sum())
             for micro_start in range(0, per_step, loader.samples_per_micro_step):
                 first = micro_start + loader.rank * per_rank
-                yield [(int(index), step_targets) for index in samples[first : first + per_rank]]
+                offsets = range(first, first + per_rank)
+                yield [(int(samples[offset]), step_start + offset, step_targets) for offset in offsets]
 
 
 class _WithStepTargets(Dataset):
@@ -137,8 +142,10 @@ class _WithStepTargets(Dataset):
     def __init__(self, dataset: WeightedDataset) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, item: tuple[int, int]) -> tuple[Any, int]:
-        index, step_targets = item
+    def __getitem__(self, item: tuple[int, int, int]) -> tuple[Any, int]:
+        index, position, step_targets = item
+        if hasattr(self.dataset, "draw"):
+            return self.dataset.draw(index, position), step_targets
         return self.dataset[index], step_targets
 
 

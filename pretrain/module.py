@@ -31,8 +31,10 @@ class PretrainModule(L.LightningModule):
     unit = "samples"
     #: the submodules that are compiled one by one
     block_class: type[nn.Module] | None = None
-    #: settings (their beginnings, below `model`) that say how weights are found, not what they compute
+    #: settings (their beginnings) that say how weights are found, not what they compute
     settings_of_training: tuple[str, ...] = ("optimizer", "schedule", "compile_blocks")
+    #: settings that a resumed run may change: its length and what it shows, not how it learns
+    may_change_on_resume: tuple[str, ...] = ("schedule", "compile_blocks")
 
     def __init__(
         self, optimizer: OptimizerConfig, schedule: ScheduleConfig, compile_blocks: bool | None = None
@@ -53,6 +55,11 @@ class PretrainModule(L.LightningModule):
     @classmethod
     def cli_links(cls) -> dict[str, str]:
         """Return the arguments that the command line offers at its top, {name: help}."""
+        return {}
+
+    @classmethod
+    def data_links(cls) -> dict[str, str]:
+        """Return the settings of the data that follow from the model's, {name in the model: name in the data}."""
         return {}
 
     def callbacks(self) -> list[L.Callback]:
@@ -113,7 +120,8 @@ class PretrainModule(L.LightningModule):
         assert self.plan is not None
         plan, counts = self.plan, self.parameter_counts()
         lines = [f"parameters {counts['total']:>15,}   activated {counts['activated']:,}"]
-        lines += [f"  {role:<12} {count:>11,}" for role, count in counts["roles"].items()]
+        width = max(12, *map(len, counts["roles"]))
+        lines += [f"  {role:<{width}} {count:>11,}" for role, count in counts["roles"].items()]
         lines.append(
             f"steps {plan.total_steps:,} (from {plan.limit}) of {plan.units_per_step:,} {self.unit}: "
             f"{plan.total_steps * plan.units_per_step:,} {self.unit}, {plan.epochs:.2f} epochs; each step "

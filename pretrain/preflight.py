@@ -9,26 +9,8 @@ from pretrain.errors import UserError
 from pretrain.loader import check_same_data
 from pretrain.module import PretrainModule
 
-# What does not alter the mathematics of a run, or is meant to be changed on the way (its length, its schedule).
-MAY_CHANGE_ON_RESUME = (
-    "trainer.",
-    "checkpoint_every_n_steps",
-    "tokens_per_parameter",
-    "resume",
-    "model.schedule",
-    "model.tokens_per_parameter",
-    "model.compile_blocks",
-    "model.probe",
-    "data.source",
-    "data.val_source",
-    "data.val_fraction",
-    "data.cache_dir",
-    "data.max_bad",
-    "data.global_batch_size",
-    "data.micro_batch_size",
-    "data.num_workers",
-    "data.prepare_workers",
-)
+# Besides what model and data name in `may_change_on_resume`.
+MAY_CHANGE_ON_RESUME = ("trainer.", "checkpoint_every_n_steps", "resume", "tokens_per_parameter")
 
 
 def check_run(cli: Any) -> None:
@@ -55,8 +37,13 @@ def check_resume(cli: Any, preview: nn.Module, checkpoint: dict[str, Any]) -> No
     """Raise a UserError unless the run goes on as it was: the same model and recipe on the same data."""
     where, plan = str(cli.checkpoint), cli.model.plan
     then, now = flat(checkpoint["config"]), flat(cli.model.run_config)
+    may_change = (
+        *MAY_CHANGE_ON_RESUME,
+        *(f"model.{key}" for key in cli.model.may_change_on_resume),
+        *(f"data.{key}" for key in cli.datamodule.may_change_on_resume),
+    )
     for key in sorted(then.keys() | now.keys()):
-        if then.get(key) != now.get(key) and not key.startswith(MAY_CHANGE_ON_RESUME):
+        if then.get(key) != now.get(key) and not key.startswith(may_change):
             raise UserError(
                 f"{key} was {then.get(key)} and is now {now.get(key)}, but --resume goes on as before: leave it, or "
                 "start a new run from the weights with --init_from"

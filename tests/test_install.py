@@ -38,9 +38,11 @@ def fit(installed, tmp_path):
 
 def test_every_shipped_configuration_and_the_demo_travel(installed):
     shipped = {path.name for path in (ROOT / "configs").glob("*.yaml")}
-    assert {path.name for path in (installed / "lm" / "configs").glob("*.yaml")} == shipped
+    assert {path.name for path in (installed / "pretrain" / "configs").glob("*.yaml")} == shipped
     for asset in ("sotu/train.jsonl", "sotu/val.jsonl", "gpt2/merges.txt", "gpt2/LICENSE", "README.md"):
         assert (installed / "lm" / "assets" / asset).is_file()
+    for asset in ("emoji64/train.parquet", "emoji64/val.parquet", "emoji64/LICENSE", "README.md"):
+        assert (installed / "vision_mae" / "assets" / asset).is_file()
 
 
 def test_help_explains_the_keys(fit):

@@ -5,7 +5,6 @@ import gzip
 import io
 import itertools
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lm.tokenizers import HUB_NAME
 from pretrain.errors import UserError
+from pretrain.hub import HUB_SOURCE, hub_dataset
+from pretrain.hub import quiet_datasets as _datasets
+from pretrain.hub import reason as _reason
 
 KINDS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
@@ -22,8 +23,6 @@ SUPPORTED = "files may be .txt, .jsonl or .parquet, each also .gz or .zst"
 # Names that end like a file are never taken for a dataset on the hub.
 FILE_SUFFIXES = (*KINDS, *COMPRESSIONS, ".json", ".csv", ".tsv", ".zip", ".tar", ".arrow", ".md", ".bin")
 BATCH_ROWS = 64
-# NAME[:SUBSET[:SPLIT]]; an empty subset is the dataset's default one.
-HUB_SOURCE = re.compile(rf"(?P<name>{HUB_NAME.pattern})(:(?P<subset>[^:/]*)(:(?P<split>[^:/]+))?)?", re.ASCII)
 
 
 @dataclass
@@ -261,14 +260,6 @@ def _parquet_rows(file: Path, text_field: str) -> Iterator[Row]:
             raise _unreadable(file, number, error) from error
 
 
-def hub_dataset(source: str) -> tuple[str, str | None, str]:
-    """Name, subset and split of a source NAME[:SUBSET[:SPLIT]]; the default subset and the train split unless named."""
-    match = HUB_SOURCE.fullmatch(source)
-    if match is None:
-        raise UserError(f"{source} is no Hugging Face dataset: write NAME, NAME:SUBSET or NAME:SUBSET:SPLIT")
-    return match["name"], match["subset"] or None, match["split"] or "train"
-
-
 def _hub_rows(source: str, text_field: str) -> Iterator[Row]:
     name, subset, split = hub_dataset(source)
     try:
@@ -292,15 +283,6 @@ def _stream_rows(name: str, stream: Any, text_field: str) -> Iterator[Row]:
             yield name, number, _field(row, text_field)
     except Exception as error:
         raise _unreadable(name, number, error) from error
-
-
-def _datasets() -> Any:
-    """The `datasets` library, quiet: what goes wrong is told once, in our words."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    return datasets
 
 
 def _decode(data: bytes, first: bool = False) -> str | BadRow:
@@ -347,8 +329,3 @@ def _unreadable(place: Path | str, rows: int, error: Exception) -> UserError:
     return UserError(
         f"{place} cannot be read beyond row {rows} ({_reason(error)}): the file may be damaged or cut short"
     )
-
-
-def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -35,6 +35,8 @@ class TextData(PretrainData):
         seed: decides the order of the sequences; null: seed_everything.
     """
 
+    may_change_on_resume = (*PretrainData.may_change_on_resume, "prepare_workers")
+
     def __init__(
         self,
         source: str,

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from lm.data.atomic import locked, partial_folder, publish, write_durably
 from lm.data.documents import ReadReport, find_files, read_documents
 from lm.data.encode import EncodedChunks, available_cores, encode_chunks, split_into_chunks, token_dtype
 from lm.tokenizers import Tokenizer, load_tokenizer
+from pretrain.atomic import locked, partial_folder, publish, write_durably
 from pretrain.errors import UserError
 
 FORMAT = 1
