@@ -7,6 +7,7 @@ the place of each feed-forward layer, and is otherwise the same.
 Shapes: B batch, L length, D model width, H heads, K head size, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,11 @@ class LlamaConfig:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}: it has to be at least 1")
+        for name in ("rope_base", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"model.{name} is {getattr(self, name)}: it has to be above 0")
+        if not 0 <= self.init_std < math.inf:
+            raise ValueError(f"model.init_std is {self.init_std}: it has to be 0 or more")
         if self.d_model % self.n_heads or self.head_size % 2:
             raise ValueError(
                 f"model.d_model {self.d_model} over model.n_heads {self.n_heads} has to be an even head size: "

@@ -42,6 +42,18 @@ class LanguageModule(PretrainModule):
 
     unit = "tokens"
     block_class = Block
+    may_change_on_resume = (*PretrainModule.may_change_on_resume, "tokens_per_parameter")
+    settings_of_training = (
+        *PretrainModule.settings_of_training,
+        "tokens_per_parameter",
+        "init_std",
+        "ffn.gate_init_std",
+        "ffn.coefficient_init",
+        "moe.balance_loss",
+        "moe.z_loss",
+        "moe.bias_update_rate",
+        "moe.dispatch",
+    )
 
     def __init__(
         self,

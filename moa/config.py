@@ -1,5 +1,6 @@
 """The feed-forward layer as a setting: what a model's configuration says of it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,9 @@ class FFNConfig:
     """Initial value of every coefficient of learnable activations."""
 
     def __post_init__(self) -> None:
-        self.build(2, hidden_features=1, device="meta")
+        self.build(2, hidden_features=1 if self.hidden_features is None else self.hidden_features, device="meta")
+        if self.gate_init_std is not None and not 0 <= self.gate_init_std < math.inf:
+            raise ValueError(f"ffn.gate_init_std is {self.gate_init_std}: it has to be 0 or more")
 
     def width(self, d: int) -> int:
         """Return the hidden width of a layer of model width `d`."""

@@ -125,6 +125,8 @@ def register(
     Raises:
         ValueError: the name is taken, or a field is not one of the above.
     """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"a kind needs a name, not {name!r}")
     if name in _KINDS:
         raise ValueError(f"the kind {name!r} is already registered; choose another name")
     if family not in FAMILIES:
@@ -137,6 +139,8 @@ def register(
 
     def add_kind(target: Target) -> Target:
         is_layer = isinstance(target, type)
+        if not callable(target):
+            raise ValueError(f"kind {name!r}: register decorates a function or a class, not {target!r}")
         if is_layer and not hasattr(target, "mix"):
             raise ValueError(f"kind {name!r}: the class {target.__name__} must derive from moa.FeedForward")
         _KINDS[name] = Kind(

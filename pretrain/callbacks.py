@@ -101,26 +101,36 @@ class StepProgress(ProgressBar):
 
 
 class StopSignal(L.Callback):
-    """Ctrl-C ends the run after the step at hand, with a checkpoint; a second Ctrl-C ends it at once."""
+    """Ctrl-C or SIGTERM ends the run after the step at hand, with a checkpoint; a second one ends it at once."""
 
     def __init__(self) -> None:
         self.requested = False
-        self._previous: Any = None
+        self._signal = signal.SIGINT
+        self._previous: dict[int, Any] = {}
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    @property
+    def exit_code(self) -> int:
+        """What a shell reports of a program that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + self._signal
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         try:
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._on_signal)
         except ValueError:  # not in the main thread: a program around us handles its signals
-            self._previous = None
+            self._previous = {}
 
-    def _on_signal(self, *_: Any) -> None:
+    def _on_signal(self, number: int, _: Any) -> None:
+        self._signal = signal.Signals(number)
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        tqdm.write("stopping after this step (press Ctrl-C again to stop at once)")
+        tqdm.write("stopping after this step (once more stops at once)")
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        if args[-1] % trainer.accumulate_grad_batches != trainer.accumulate_grad_batches - 1:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         requested = self.requested
         if trainer.world_size > 1:  # the ranks hear of it at different steps
@@ -132,9 +142,9 @@ class StopSignal(L.Callback):
             trainer.should_stop = True
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
 
 
 class GateStatistics(L.Callback):
@@ -239,13 +249,13 @@ def mix_figure(gate: str, rows: dict[str, dict[str, float]]) -> "Figure":
     figure = Figure(figsize=(2.5 + 0.7 * len(labels), 1.2 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(values, cmap="viridis", aspect="auto")
-    shade: Any = image.norm  # its type knows arrays only
     axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_title(f"mean weight of each activation ({gate})")
+    lowest, highest = min(map(min, values)), max(map(max, values))
     for row, line in enumerate(values):
         for column, value in enumerate(line):
-            ink = "black" if shade(value) > 0.6 else "white"  # viridis ends in a light yellow
+            ink = "black" if value > lowest + 0.6 * (highest - lowest) else "white"  # viridis ends in a light yellow
             axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=7)
     figure.colorbar(image, ax=axes)
     return figure

@@ -1,17 +1,24 @@
 """Checkpoints: when they are written, where they are found, how their weights are read. Nothing in one is executed."""
 
+import math
+import os
+import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
 from pretrain.errors import UserError
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"
+# What a checkpoint holds besides weights if a run can go on from it.
+RESUMABLE = ("global_step", "pytorch-lightning_version", "loops", "optimizer_states", "lr_schedulers", "config")
 
 
 def find_checkpoint(run_or_file: str | Path) -> Path:
@@ -31,19 +38,30 @@ def find_checkpoint(run_or_file: str | Path) -> Path:
     raise UserError(f"{path} does not exist: give the folder of a run or a .ckpt file")
 
 
-def read_checkpoint(file: str | Path) -> dict[str, Any]:
+def read_checkpoint(file: str | Path, resumable: bool = False) -> dict[str, Any]:
     """Load a checkpoint file to the CPU: tensors and primitives only.
 
+    Args:
+        resumable: ask for optimizer, data position and counters too, not for weights alone.
+
     Raises:
-        UserError: if the file is damaged or holds anything else.
+        UserError: if the file is damaged, holds anything else, or lacks something.
     """
+    if not zipfile.is_zipfile(file):
+        raise UserError(f"{file} is no readable checkpoint (empty, cut short or of another kind): use another one")
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{file} is no readable checkpoint: it holds more than tensors and plain values, and nothing is executed"
+        ) from error
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{file} is no readable checkpoint ({reason}): use another checkpoint of the run") from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise UserError(f"{file} is no checkpoint of this suite: it has no entry 'state_dict'")
+        raise UserError(f"{file} is no readable checkpoint ({reason}): use another one") from error
+    needed = ("state_dict", *(RESUMABLE if resumable else ()))
+    missing = [key for key in needed if not isinstance(checkpoint, dict) or key not in checkpoint]
+    if missing:
+        raise UserError(f"{file} is no checkpoint of a run: it has no {' and no '.join(missing)}")
     return checkpoint
 
 
@@ -85,8 +103,35 @@ def load_weights(model: nn.Module, run_or_file: str | Path) -> None:
     model.load_state_dict(model_weights(checkpoint))
 
 
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Write a checkpoint beside its place and move it there when it is whole and on the disk.
+
+    Whatever happens in between, a kill or a full disk, the checkpoint before it stays as it was. (Lightning writes in
+    the system's temporary folder; from there, a move to another file system is a copy that can be cut short.)
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        path = Path(path)
+        unfinished = path.with_name(f".{path.name}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        except (OSError, RuntimeError) as error:  # torch.save speaks of a full disk as a RuntimeError
+            unfinished.unlink(missing_ok=True)
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"{path} cannot be written ({reason}): make room; what was there before is whole, go on with --resume"
+            ) from error
+
+
 class Checkpoints(Checkpoint):
     """Save `last.ckpt` at an interval and at the end, and `best.ckpt` whenever the validation loss improves.
+
+    A step that is also validated is saved after its validation, so that the checkpoint knows the outcome.
 
     Args:
         folder: where they go.
@@ -114,18 +159,22 @@ class Checkpoints(Checkpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         # The first micro-batch end that sees a new step is the one that made it: nothing is half accumulated.
-        if trainer.global_step != self._saved_step and trainer.global_step % self.every_n_steps == 0:
+        if self._is_due(trainer) and not _is_validated_next(trainer, batch_idx):
             self.save_last(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        value = trainer.callback_metrics.get(self.monitor)
-        if trainer.sanity_checking or value is None:
+        if trainer.sanity_checking:
             return
-        if self.best is None or float(value) < self.best:
-            self.best = float(value)
-            trainer.save_checkpoint(self.folder / BEST)
+        value = float(trainer.callback_metrics.get(self.monitor, math.nan))
+        if math.isfinite(value) and (self.best is None or value < self.best):
+            self.best = value
+            self._save(trainer, BEST)
+        if self._is_due(trainer):
+            self.save_last(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step != self._saved_step:
@@ -133,5 +182,18 @@ class Checkpoints(Checkpoint):
 
     def save_last(self, trainer: L.Trainer) -> None:
         """Write `last.ckpt`; call it on every rank, between two optimizer steps."""
-        trainer.save_checkpoint(self.folder / LAST)
+        self._save(trainer, LAST)
         self._saved_step = trainer.global_step
+
+    def _is_due(self, trainer: L.Trainer) -> bool:
+        return trainer.global_step != self._saved_step and trainer.global_step % self.every_n_steps == 0
+
+    def _save(self, trainer: L.Trainer, name: str) -> None:
+        for logger in trainer.loggers:  # after a kill, the records reach as far as the checkpoint
+            logger.save()
+        trainer.save_checkpoint(self.folder / name)
+
+
+def _is_validated_next(trainer: L.Trainer, batch_idx: int) -> bool:
+    every = trainer.val_check_batch
+    return bool(trainer.enable_validation and every and math.isfinite(every) and (batch_idx + 1) % every == 0)

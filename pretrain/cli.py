@@ -1,32 +1,37 @@
 """The command line of a pre-training run, the same for both domains: LightningCLI with a run folder around it."""
 
-import difflib
 import logging
-import re
 import sys
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning as L
 import yaml
 from jsonargparse import set_parsing_settings
+from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from pretrain.arguments import OneLineParser, with_config
 from pretrain.callbacks import GateStatistics, StepProgress, StopSignal, find_callback
-from pretrain.checkpoint import Checkpoints, check_same_architecture, find_checkpoint, read_checkpoint
+from pretrain.checkpoint import (
+    AtomicCheckpointIO,
+    Checkpoints,
+    find_checkpoint,
+    read_checkpoint,
+)
 from pretrain.data import PretrainData
-from pretrain.errors import EXIT_CODE, UserError
+from pretrain.errors import UserError
 from pretrain.metrics import CsvLogger, EventsLogger, StepMetrics
 from pretrain.module import PretrainModule
 from pretrain.plan import apply_plan
-from pretrain.run import CONFIG, METRICS, RunRecord, new_run_folder
-
-INTERRUPTED_EXIT_CODE = 130  # what a shell reports of a program that Ctrl-C ended
+from pretrain.preflight import check_run
+from pretrain.run import METRICS, RunRecord, claimed, new_run_folder
 
 TRAINER_DEFAULTS = {
     "log_every_n_steps": 10,
@@ -34,25 +39,6 @@ TRAINER_DEFAULTS = {
     "enable_model_summary": False,  # the run's own table of parameters says more
     "use_distributed_sampler": False,  # the loaders know their ranks
 }
-
-
-class OneLineParser(LightningArgumentParser):
-    """A parser whose errors are one line: what is wrong, and the nearest valid key."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        text = " ".join(message.split())
-        # Of a value that fits none of many types, what was expected and given says enough.
-        text = re.sub(r"Does not validate against any of the Union subtypes Subtypes: .*? Errors: ", "", text)
-        print(f"error: {text}{self._suggestion(text)} (--help lists all keys)", file=sys.stderr)
-        sys.exit(EXIT_CODE)
-
-    def _suggestion(self, message: str) -> str:
-        keys = [action.dest for action in self._actions]
-        for word in message.replace('"', " ").replace("'", " ").replace("=", " ").split():
-            key = word.strip(".,:").removeprefix("--")
-            if "." in key and key not in keys and (near := difflib.get_close_matches(key, keys, n=1, cutoff=0.75)):
-                return f": did you mean {near[0]}?"
-        return ""
 
 
 class PretrainCLI(LightningCLI):
@@ -64,9 +50,8 @@ class PretrainCLI(LightningCLI):
             data_class,
             save_config_callback=None,
             trainer_defaults=dict(TRAINER_DEFAULTS),
-            seed_everything_default=0,
             parser_class=OneLineParser,
-            parser_kwargs={"prog": prog, "description": description},
+            parser_kwargs={"prog": prog, "description": description, "allow_abbrev": False},
             args=args,
             run=False,
             auto_configure_optimizers=False,
@@ -77,6 +62,14 @@ class PretrainCLI(LightningCLI):
         # --help shows the docstring below each field of a configuration class.
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
         return super().init_parser(**kwargs)
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--seed_everything",
+            type=NonNegativeInt,
+            default=0,
+            help="Decides initial weights, order of the samples and noise. The same seed gives the same run.",
+        )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--name", type=str, default="run", help="The run's name: it goes to runs_dir/name/TIME.")
@@ -109,7 +102,9 @@ class PretrainCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         if self.config.checkpoint_every_n_steps < 1:
             raise UserError("checkpoint_every_n_steps has to be at least 1")
-        self.checkpoint = find_checkpoint(self.config.resume) if self.config.resume else None
+        if not self.config.name or Path(self.config.name).name != self.config.name:
+            raise UserError(f"name {self.config.name!r} has to be the name of one folder")
+        self.checkpoint = find_checkpoint(self.config.resume) if self.config.resume is not None else None
         self.folder = (
             self.checkpoint.parent.parent
             if self.checkpoint is not None
@@ -122,18 +117,22 @@ class PretrainCLI(LightningCLI):
         except (ValueError, MisconfigurationException) as error:
             raise UserError(str(error)) from error
         self.model.run_config = yaml.safe_load(self.config_text())
-        if self.config.init_from and self.checkpoint is None:
+        if self.checkpoint is None:
             self.model.init_from = self.config.init_from
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         chosen = self._get(self.config_init, "trainer")
-        resumed_step = read_checkpoint(self.checkpoint)["global_step"] if self.checkpoint is not None else 0
+        resumed_step = 0
+        if self.checkpoint is not None:
+            resumed_step = read_checkpoint(self.checkpoint, resumable=True)["global_step"]
         user = chosen.get("callbacks") or []
         user = user if isinstance(user, list) else [user]
         wants_bar = chosen.get("enable_progress_bar") is not False
         bars = [StepProgress()] if wants_bar and not any(isinstance(callback, ProgressBar) for callback in user) else []
         logger = chosen.get("logger")
+        plugins = chosen.get("plugins") or []
         return super().instantiate_trainer(
+            plugins=[AtomicCheckpointIO(), *(plugins if isinstance(plugins, list) else [plugins])],
             callbacks=[*user, *bars, *self._callbacks()],
             logger=logger if logger is False else self._loggers(logger, resumed_step),
             **kwargs,
@@ -215,60 +214,22 @@ def fit(
     data.setup("fit")
     check_run(cli)
     apply_plan(trainer, module.plan)
-    if trainer.is_global_zero:
-        print(module.description(data), flush=True)
-        print(f"run folder {cli.folder}", flush=True)
-    trainer.fit(module, datamodule=data, ckpt_path=str(cli.checkpoint) if cli.checkpoint else None, weights_only=True)
-    if find_callback(trainer, StopSignal).requested:
+    stop = find_callback(trainer, StopSignal)
+    with claimed(cli.folder, anew=cli.checkpoint is None) if trainer.is_global_zero else nullcontext():
+        if trainer.is_global_zero:
+            print(module.description(data), flush=True)
+            print(f"run folder {cli.folder}", flush=True)
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=cli.checkpoint, weights_only=True)
+        except MisconfigurationException as error:
+            raise UserError(str(error)) from error
+        except SystemExit:  # Lightning's answer to a second Ctrl-C
+            sys.exit(stop.exit_code)
+    if stop.requested:
         if trainer.is_global_zero:
             print(f"stopped at step {trainer.global_step}: go on with `{prog} --resume {cli.folder}`")
-        sys.exit(INTERRUPTED_EXIT_CODE)
+        sys.exit(stop.exit_code)
     return FinishedRun(cli.folder, module, data, trainer)
-
-
-def with_config(arguments: list[str], demo_config: Path) -> list[str]:
-    """Put the configuration that the arguments imply in front of them, so that they override it."""
-
-    def value_of(option: str) -> str | None:
-        for position, argument in enumerate(arguments):
-            if argument == option and position + 1 < len(arguments):
-                return arguments[position + 1]
-            if argument.startswith(option + "="):
-                return argument.split("=", 1)[1]
-        return None
-
-    resumed = value_of("--resume")
-    if resumed is not None:
-        config = find_checkpoint(resumed).parent.parent / CONFIG
-        if not config.is_file():
-            raise UserError(f"{config} is missing: a run is resumed with the configuration it left")
-        return ["--config", str(config), *arguments]
-    if value_of("--config") or value_of("-c"):
-        return arguments
-    return ["--config", str(demo_config), *arguments]
-
-
-def check_run(cli: PretrainCLI) -> None:
-    """Set the module's plan, and raise a UserError if recipe, data, model and weights do not go together."""
-    module = cli.model
-    module.check_data(cli.datamodule)
-    module.plan = module.make_plan(cli.trainer, cli.datamodule)
-    preview = module.build_meta_model()
-    try:
-        _, module.optimizer_table = module.build_optimizer(preview)
-        module.schedule()
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    file = cli.checkpoint or (find_checkpoint(module.init_from) if module.init_from else None)
-    if file is None:
-        return
-    checkpoint = read_checkpoint(file)
-    check_same_architecture(preview, checkpoint, str(file))
-    if cli.checkpoint is not None and checkpoint["global_step"] >= module.plan.total_steps:
-        raise UserError(
-            f"{file} is at step {checkpoint['global_step']}, and the run ends at {module.plan.total_steps} "
-            f"({module.plan.limit}): raise that limit to go on"
-        )
 
 
 def quieten_libraries() -> None:

@@ -18,6 +18,17 @@ class PretrainData(L.LightningDataModule):
         seed: decides the order of the samples; default: the value of seed_everything.
     """
 
+    #: settings that a resumed run may change: where the same samples lie, and how a step is cut
+    may_change_on_resume: tuple[str, ...] = (
+        "source",
+        "val_source",
+        "val_fraction",
+        "max_bad",
+        "cache_dir",
+        "global_batch_size",
+        "micro_batch_size",
+        "num_workers",
+    )
     train_dataset: WeightedDataset
     val_dataset: WeightedDataset | None = None
 
@@ -27,20 +38,26 @@ class PretrainData(L.LightningDataModule):
         self.micro_batch_size = micro_batch_size
         self.num_workers = num_workers
         self.seed = seed
-        if num_workers < 0:
-            raise UserError(f"data.num_workers is {num_workers}: it has to be 0 or more")
+        for name, value in (("num_workers", num_workers), ("seed", seed or 0)):
+            if value < 0:
+                raise UserError(f"data.{name} is {value}: it has to be 0 or more")
 
     @property
     def units_per_sample(self) -> int:
         """What one sample counts for in throughput: tokens per sequence, 1 for an image."""
         return 1
 
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order of the samples."""
+        return global_seed() if self.seed is None else self.seed
+
     def train_dataloader(self) -> TrainLoader:
         trainer = self._running_trainer()
         plan: Plan = trainer.lightning_module.plan  # type: ignore[assignment]
         return TrainLoader(
             self.train_dataset,
-            seed=global_seed() if self.seed is None else self.seed,
+            seed=self.order_seed,
             global_batch_size=plan.global_batch_size,
             micro_batch_size=plan.micro_batch_size,
             total_steps=plan.total_steps,

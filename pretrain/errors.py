@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 
 EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130  # what a shell reports of a program that Ctrl-C ended
 
 
 class UserError(Exception):
@@ -21,5 +22,8 @@ def command(main: Callable[..., None]) -> Callable[..., None]:
         except UserError as error:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
             sys.exit(EXIT_CODE)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(INTERRUPTED_EXIT_CODE)
 
     return run

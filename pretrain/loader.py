@@ -35,7 +35,8 @@ class TrainLoader:
     of ranks. Every batch carries `step_targets`, the number of targets in the whole step over all ranks and
     micro-batches: the loss is divided by it, which makes gradients independent of how a step is cut.
 
-    The state is the number of samples consumed, all ranks together: it can be loaded on any number of ranks.
+    The state is the number of steps and of samples consumed, all ranks together: it can be loaded on any number of
+    ranks, with another micro batch, and with another global batch. It moves when a step is complete.
 
     Args:
         dataset: a map-style dataset that knows `n_targets`; its samples are dictionaries of tensors.
@@ -66,6 +67,7 @@ class TrainLoader:
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self.samples_consumed = 0
+        self.steps_done = 0
 
     @property
     def samples_per_micro_step(self) -> int:
@@ -77,49 +79,61 @@ class TrainLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         loader: DataLoader = DataLoader(
             _WithStepTargets(self.dataset),
-            batch_sampler=_MicroBatches(self, self.samples_consumed),
+            batch_sampler=_MicroBatches(self, self.samples_consumed, self.total_steps - self.steps_done),
             num_workers=self.num_workers,
             collate_fn=_collate,
             pin_memory=self.pin_memory,
         )
-        for batch in loader:
+        per_step = self.global_batch_size // self.samples_per_micro_step
+        for number, batch in enumerate(loader, start=1):
             # Workers run ahead: only what was handed out counts as consumed.
-            self.samples_consumed += self.samples_per_micro_step
+            if number % per_step == 0:
+                self.steps_done += 1
+                self.samples_consumed += self.global_batch_size
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        return {"samples_consumed": self.samples_consumed, "n_samples": self.stream.n_samples, "seed": self.stream.seed}
+        return {
+            "samples_consumed": self.samples_consumed,
+            "steps_done": self.steps_done,
+            "n_samples": self.stream.n_samples,
+            "seed": self.stream.seed,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        for name, now in (("n_samples", self.stream.n_samples), ("seed", self.stream.seed)):
-            if state[name] != now:
-                raise UserError(
-                    f"the checkpoint was trained on data with {name} {state[name]}, now it is {now}: "
-                    "resume with the same data and seed, or start anew from its weights with --init_from"
-                )
+        check_same_data(state, n_samples=self.stream.n_samples, seed=self.stream.seed)
         self.samples_consumed = state["samples_consumed"]
+        self.steps_done = state["steps_done"]
+
+
+def check_same_data(state: dict[str, int], *, n_samples: int, seed: int) -> None:
+    """Raise a UserError unless the state of a `TrainLoader` belongs to this data in this order."""
+    for name, now in (("n_samples", n_samples), ("seed", seed)):
+        if state[name] != now:
+            raise UserError(
+                f"the checkpoint was trained on data with {name} {state[name]}, now it is {now}: "
+                "resume with the same data and seed, or start anew from its weights with --init_from"
+            )
 
 
 class _MicroBatches:
     """The batch sampler behind `TrainLoader`: for each micro-batch the samples and the targets of the whole step."""
 
-    def __init__(self, loader: TrainLoader, start: int) -> None:
+    def __init__(self, loader: TrainLoader, start: int, steps: int) -> None:
         self.loader = loader
         self.start = start
+        self.steps = steps
 
     def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
         loader = self.loader
         per_step, per_rank = loader.global_batch_size, loader.micro_batch_size
-        position, end = self.start, loader.total_steps * per_step
-        while position < end:
-            step_start = position - position % per_step
+        for step_start in range(self.start, self.start + self.steps * per_step, per_step):
             samples = loader.stream.read(step_start, step_start + per_step)
             step_targets = int(loader.dataset.n_targets(samples).sum())
-            for micro_start in range(position - step_start, per_step, loader.samples_per_micro_step):
+            for micro_start in range(0, per_step, loader.samples_per_micro_step):
                 first = micro_start + loader.rank * per_rank
                 offsets = range(first, first + per_rank)
                 yield [(int(samples[offset]), step_start + offset, step_targets) for offset in offsets]
-            position = step_start + per_step
 
 
 class _WithStepTargets(Dataset):

@@ -1,6 +1,7 @@
 """Numbers of a run: where they are logged, and those of the training step."""
 
 import csv
+import math
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
+
+from pretrain.errors import UserError
 
 
 def log_metrics(trainer: L.Trainer, metrics: dict[str, float]) -> None:
@@ -50,6 +53,8 @@ class CsvLogger(Logger):
         self.resumed_step = resumed_step
         self._columns: list[str] = []  # of the file as this process has written it; none yet
         self._row: dict[str, float] = {}
+        self._is_in_file = False  # the row at hand, in the state of the last save
+        self._is_changed = False  # since then
 
     @property
     def name(self) -> str:
@@ -67,22 +72,23 @@ class CsvLogger(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if self._row.get("step") != step:
             self.save()
-            self._row = {"step": step or 0}
+            self._row, self._is_in_file = {"step": step or 0}, False
         self._row.update(metrics)
+        self._is_changed = True
 
     @rank_zero_only
     def save(self) -> None:
-        """Write out the row at hand; a metric not seen before adds a column."""
-        if not self._row:
+        """Write out the row at hand; one that is in the file already, or has a new column, writes the file anew."""
+        if not self._is_changed:
             return
-        if all(name in self._columns for name in self._row):
+        if not self._is_in_file and all(name in self._columns for name in self._row):
             with self.file.open("a", newline="") as stream:
                 csv.DictWriter(stream, self._columns).writerow(self._row)
         else:
             rows = [*self._earlier_rows(), self._row]
             self._columns = list(dict.fromkeys(name for row in rows for name in row))
             self._write(rows)
-        self._row = {}
+        self._is_in_file, self._is_changed = True, False
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -92,10 +98,10 @@ class CsvLogger(Logger):
         if not self.file.exists():
             return []
         with self.file.open(newline="") as stream:
-            rows = list(csv.DictReader(stream))
+            rows = [row for row in csv.DictReader(stream) if row["step"].isdigit()]  # a kill may cut a line short
         if not self._columns:  # left by the run that is resumed: what came after the checkpoint comes again
-            rows = [row for row in rows if int(row["step"]) <= self.resumed_step]
-        return rows
+            return [row for row in rows if int(row["step"]) <= self.resumed_step]
+        return rows[:-1] if self._is_in_file else rows
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +111,10 @@ class CsvLogger(Logger):
             writer.writeheader()
             writer.writerows(rows)
         os.replace(unfinished, self.file)
+
+
+class DivergedError(UserError):
+    """The loss is not finite any more."""
 
 
 class StepMetrics(L.Callback):
@@ -154,6 +164,11 @@ class StepMetrics(L.Callback):
             **self._throughput(trainer, pl_module),
         }
         log_metrics(trainer, self.latest)
+        if not math.isfinite(self.latest["train/loss"]):
+            raise DivergedError(
+                f"the loss is {self.latest['train/loss']} at step {trainer.global_step}: lower the learning rate, or "
+                "clip gradients with trainer.gradient_clip_val"
+            )
 
     def _is_due(self, trainer: L.Trainer, step: int) -> bool:
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector of Lightning's

@@ -13,7 +13,7 @@ from pretrain.metrics import log_metrics
 from pretrain.optim import OptimizerConfig, Rule, build_optimizer, format_table
 from pretrain.order import global_seed, noise_seed
 from pretrain.parallelize import parallelize
-from pretrain.plan import Plan, apply_plan, make_plan
+from pretrain.plan import Plan, apply_plan, make_plan, recount
 from pretrain.schedules import ScheduleConfig, build_schedule
 
 
@@ -31,6 +31,10 @@ class PretrainModule(L.LightningModule):
     unit = "samples"
     #: the submodules that are compiled one by one
     block_class: type[nn.Module] | None = None
+    #: settings (their beginnings) that say how weights are found, not what they compute
+    settings_of_training: tuple[str, ...] = ("optimizer", "schedule", "compile_blocks")
+    #: settings that a resumed run may change: its length and what it shows, not how it learns
+    may_change_on_resume: tuple[str, ...] = ("schedule", "compile_blocks")
 
     def __init__(
         self, optimizer: OptimizerConfig, schedule: ScheduleConfig, compile_blocks: bool | None = None
@@ -175,6 +179,12 @@ class PretrainModule(L.LightningModule):
         share = self.plan.accumulation * self.plan.world_size / batch["step_targets"]
         return {"loss": loss_sum * share, "loss_sum": loss_sum.detach(), "step_targets": batch["step_targets"]}
 
+    def on_train_start(self) -> None:
+        # A resumed optimizer brings the rate of the end of its old schedule, which may now be a longer one.
+        schedule, peaks = self.schedule(), self.trainer.lr_scheduler_configs[0].scheduler.base_lrs
+        for group, peak in zip(self.trainer.optimizers[0].param_groups, peaks, strict=True):
+            group["lr"] = peak * schedule(self.trainer.global_step)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # Dropout and masks are a function of (seed, micro-batch, rank), so that a resumed run draws the same.
         torch.manual_seed(noise_seed(global_seed(), batch_idx, self.global_rank))
@@ -205,3 +215,5 @@ class PretrainModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert self.model is not None
         check_same_architecture(self.model, checkpoint, "the checkpoint")
+        if self.plan is not None and "loops" in checkpoint:
+            recount(checkpoint, self.plan)

@@ -58,10 +58,10 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size
     accumulation, remainder = divmod(global_batch_size, together)
     if remainder:
         below, above = accumulation * together, (accumulation + 1) * together
-        nearest = f"{below} or {above}" if below else str(above)
+        nearest = f"sizes are {below} or {above}" if below else f"size is {above}"
         raise UserError(
             f"data.global_batch_size {global_batch_size} is no multiple of data.micro_batch_size {micro_batch_size} "
-            f"x {world_size} devices = {together}: the nearest valid sizes are {nearest}"
+            f"x {world_size} devices = {together}: the nearest valid {nearest}"
         )
     return accumulation
 
@@ -86,6 +86,7 @@ def make_plan(
         UserError: if no limit is set, or the batch sizes do not fit.
     """
     _refuse_settings_in_micro_batches(trainer)
+    _refuse_intervals_of_nothing(trainer)
     accumulation = accumulation_steps(global_batch_size, micro_batch_size, trainer.world_size)
     limits: dict[str, int] = {}
     if trainer.max_steps >= 0:
@@ -93,6 +94,8 @@ def make_plan(
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
         limits["trainer.max_epochs"] = math.ceil(trainer.max_epochs * n_samples / global_batch_size)
     for name, units in (units_budget or {}).items():
+        if units <= 0:
+            raise UserError(f"{name} has to be above 0")
         limits[name] = math.ceil(units / (global_batch_size * units_per_sample))
     if not limits:
         raise UserError("the run has no end: set trainer.max_steps, trainer.max_epochs or tokens_per_parameter")
@@ -122,17 +125,45 @@ def _refuse_settings_in_micro_batches(trainer: L.Trainer) -> None:
         )
 
 
+def _refuse_intervals_of_nothing(trainer: L.Trainer) -> None:
+    intervals = {
+        "val_check_interval": getattr(trainer, "val_check_interval", None),
+        "log_every_n_steps": trainer.log_every_n_steps,  # type: ignore[attr-defined]
+    }
+    for name, value in intervals.items():
+        if isinstance(value, int | float) and value <= 0:
+            raise UserError(f"trainer.{name} is {value}: it has to be above 0 (no validation: limit_val_batches 0)")
+
+
+def recount(checkpoint: dict[str, Any], plan: Plan) -> None:
+    """Make Lightning's counters in a checkpoint, in micro-batches, those of a run that was always cut as `plan` says.
+
+    So a run can be resumed with another micro batch, number of devices or global batch. A checkpoint belongs between
+    two optimizer steps: micro-batches of an unfinished one are taken again.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    done = checkpoint["global_step"] * plan.accumulation
+    for counts in (progress["total"], progress["current"]):
+        shift = done - counts["processed"]
+        counts.update({name: count + shift for name, count in counts.items()})
+    progress["is_last_batch"] = checkpoint["global_step"] >= plan.total_steps
+
+
 def apply_plan(trainer: L.Trainer, plan: Plan) -> None:
     """Set the trainer's own counters: one Lightning epoch is the whole run, intervals become micro-batches."""
     trainer.accumulate_grad_batches = plan.accumulation
     trainer.fit_loop.epoch_loop.max_steps = plan.total_steps
     trainer.fit_loop.max_epochs = -1
-    interval, every_n_epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch or 1
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        trainer.limit_train_batches = plan.total_steps * plan.accumulation
+    # Lightning leaves the attribute out for an interval of time.
+    interval = getattr(trainer, "val_check_interval", None)
+    every_n_epochs = trainer.check_val_every_n_epoch or 1
     # None makes Lightning count the interval over the whole run instead of within an epoch.
     trainer.check_val_every_n_epoch = None
     if isinstance(interval, float):  # a fraction of an epoch of the data
         interval = max(1, round(interval * every_n_epochs * plan.steps_per_epoch))
-    elif every_n_epochs != 1:
+    elif interval is not None and every_n_epochs != 1:
         raise UserError(
             "trainer.check_val_every_n_epoch goes with a fractional trainer.val_check_interval: "
             f"here the interval is {interval}, so leave check_val_every_n_epoch out"

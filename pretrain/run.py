@@ -1,11 +1,15 @@
 """The folder a run leaves: its configuration, its summary, and where they lie."""
 
+import fcntl
 import json
+import math
 import os
 import platform
 import resource
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,11 +21,13 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from pretrain.callbacks import StopSignal, find_callback
 from pretrain.checkpoint import Checkpoints
-from pretrain.metrics import StepMetrics
+from pretrain.errors import UserError
+from pretrain.metrics import DivergedError, StepMetrics
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 METRICS = "metrics.csv"
+LOCK = ".lock"
 
 
 def new_run_folder(root: str | Path, name: str) -> Path:
@@ -31,6 +37,34 @@ def new_run_folder(root: str | Path, name: str) -> Path:
     while unique.exists():
         unique, number = folder.with_name(f"{folder.name}_{number}"), number + 1
     return unique
+
+
+@contextmanager
+def claimed(folder: Path, anew: bool) -> Iterator[None]:
+    """Hold a run folder for this process alone, and make it if the run is a new one.
+
+    Raises:
+        UserError: another process trains in it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=not anew)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except FileExistsError as error:
+        raise UserError(f"{folder} has just been made by another run: start again") from error
+    except OSError as error:
+        raise UserError(
+            f"the run folder {folder} cannot be made ({error.strerror}): choose another runs_dir"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise UserError(f"another process trains in {folder}: wait for it, or stop it") from error
+    try:
+        yield
+    finally:
+        (folder / LOCK).unlink(missing_ok=True)
+        os.close(lock)
 
 
 def write_atomically(file: Path, text: str) -> None:
@@ -71,6 +105,21 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024  # bytes on macOS, kibibytes elsewhere
+
+
+def samples_consumed(trainer: L.Trainer) -> int:
+    """Return the samples that training has read so far, over all ranks and earlier lives of the run."""
+    loader: Any = trainer.train_dataloader
+    return loader.samples_consumed if loader is not None else 0
+
+
+def _json_values(value: Any) -> Any:
+    """Return nested data with null for numbers that JSON does not know: nan and the infinities."""
+    if isinstance(value, dict):
+        return {key: _json_values(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_json_values(child) for child in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class RunRecord(L.Callback):
@@ -118,15 +167,17 @@ class RunRecord(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         if not hasattr(self, "_started"):  # nothing was trained, so there is no run to describe
             return
-        interrupted = isinstance(exception, KeyboardInterrupt)
-        self._write(trainer, pl_module, "interrupted" if interrupted else "failed", exception)
+        interrupted, diverged = isinstance(exception, KeyboardInterrupt), isinstance(exception, DivergedError)
+        self._write(
+            trainer, pl_module, "interrupted" if interrupted else "diverged" if diverged else "failed", exception
+        )
 
     @rank_zero_only
     def _write(self, trainer: L.Trainer, pl_module: Any, state: str, exception: BaseException | None = None) -> None:
         summary = self.summary(trainer, pl_module) | {"exit_state": state}
         if exception is not None:
             summary["error"] = f"{type(exception).__name__}: {exception}"
-        write_atomically(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        write_atomically(self.folder / SUMMARY, json.dumps(_json_values(summary), indent=2, allow_nan=False) + "\n")
 
     def summary(self, trainer: L.Trainer, pl_module: Any) -> dict[str, Any]:
         """Return what is known of the run so far, as plain data."""
@@ -139,7 +190,7 @@ class RunRecord(L.Callback):
             "exit_state": None,
             "step": trainer.global_step,
             "total_steps": plan.total_steps,
-            f"{pl_module.unit}_seen": trainer.global_step * plan.units_per_step,
+            f"{pl_module.unit}_seen": samples_consumed(trainer) * plan.units_per_sample,
             "final": {**self._final, **{k: v for k, v in steps.latest.items() if k.startswith("train/")}},
             "best": self._best,
             "parameters": pl_module.parameter_counts(),

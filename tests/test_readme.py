@@ -61,7 +61,7 @@ def test_its_commands_run_one_after_the_other(newcomer, monkeypatch, capfd):
         run(line, newcomer)
     shown = capfd.readouterr().out
     assert shown.count("tensorboard --logdir") == 4
-    assert "train on it: python -m lm.fit --data.source my_tokens" in shown
+    assert "train on it: python -m lm.fit --data.source my_tokens --data.val_source null" in shown
 
 
 def test_its_python_runs():

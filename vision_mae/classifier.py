@@ -57,7 +57,7 @@ class ClassifierModule(PretrainModule):
         mixup: parameter of the beta distribution of mixup; 0: none.
         cutmix: the same of cutmix.
         label_smoothing: share of the target that is spread over all classes.
-        compile_blocks: compile every block with torch.compile.
+        compile_blocks: compile every block with torch.compile; null: on a GPU.
     """
 
     unit = "images"
@@ -75,7 +75,7 @@ class ClassifierModule(PretrainModule):
         mixup: float = 0.0,
         cutmix: float = 0.0,
         label_smoothing: float = 0.0,
-        compile_blocks: bool = False,
+        compile_blocks: bool | None = None,
     ) -> None:
         super().__init__(optimizer, schedule, compile_blocks)
         if task == "linear" and (layer_decay != 1 or drop_path):

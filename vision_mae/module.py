@@ -57,11 +57,21 @@ class MaskedAutoencoderModule(PretrainModule):
         decoder_heads: its attention heads.
         init: how linear layers start: timm (truncated normal, 0.02) or xavier, as the public MAE.
         probe: the nearest-neighbour probe during training.
-        compile_blocks: compile every block with torch.compile.
+        compile_blocks: compile every block with torch.compile; null: on a GPU.
     """
 
     unit = "images"
     block_class = Block
+    may_change_on_resume = (*PretrainModule.may_change_on_resume, "probe")
+    settings_of_training = (
+        *PretrainModule.settings_of_training,
+        "init",
+        "probe",
+        "mask_ratio",
+        "norm_pixel_loss",
+        "ffn.gate_init_std",
+        "ffn.coefficient_init",
+    )
 
     def __init__(
         self,
@@ -82,7 +92,7 @@ class MaskedAutoencoderModule(PretrainModule):
         decoder_heads: int = 16,
         init: Literal["timm", "xavier"] = "timm",
         probe: ProbeConfig | None = None,
-        compile_blocks: bool = False,
+        compile_blocks: bool | None = None,
     ) -> None:
         super().__init__(optimizer, schedule, compile_blocks)
         self.config = MAEConfig(

@@ -126,7 +126,9 @@ def find_files(source: str) -> SourceFiles | None:
         return None
     else:
         raise UserError(f"{source}: no such file or folder")
-    files = sorted(file for file in candidates if file.is_file())
+    # A loop of links shows the same file under many names.
+    by_place = {file.resolve(): file for file in sorted(candidates, reverse=True) if file.is_file()}
+    files = sorted(by_place.values())
     supported = [file for file in files if file_kind(file) is not None]
     if not supported:
         raise UserError(f"{where} holds no file to read ({len(files)} of other kinds): {SUPPORTED}")

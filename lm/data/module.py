@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lm.data.packing import PackedTokens
-from lm.data.prepared import PreparedSplit, cached_prepare, open_prepared, read_manifest
+from lm.data.prepared import PreparedSplit, cached_prepare, open_prepared
 from lm.tokenizers import Tokenizer, load_tokenizer
 from pretrain.data import PretrainData
 from pretrain.errors import UserError
@@ -34,6 +34,8 @@ class TextData(PretrainData):
         num_workers: processes that load sequences, per device.
         seed: decides the order of the sequences; null: seed_everything.
     """
+
+    may_change_on_resume = (*PretrainData.may_change_on_resume, "prepare_workers")
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class TextData(PretrainData):
         if self.val_source is not None:
             # A source of its own was prepared whole, as its train split.
             self._val_split = open_prepared(self._val_folder(), "train")
-        elif "val" in read_manifest(self._train_folder()).splits:
+        elif self.val_fraction > 0:  # a folder that was prepared without says what to do
             self._val_split = open_prepared(self._train_folder(), "val")
         if self._val_split is not None:
             self.val_dataset = self._packed(self._val_split)

@@ -161,7 +161,7 @@ def open_prepared(folder: str | Path, split: str = "train") -> PreparedSplit:
     if split not in manifest.splits:
         raise UserError(
             f"{folder} has no {split} split (it has {', '.join(manifest.splits)}): "
-            "prepare it with a val_fraction above 0, or give data.val_source"
+            "prepare it with a val_fraction above 0, give data.val_source, or do without: data.val_fraction 0"
         )
     width = _little_endian(manifest.dtype).itemsize
     for shard in manifest.splits[split].shards:
@@ -423,7 +423,7 @@ def _write_shards(
     splits = {name: writer.info for name, writer in writers.items() if writer.info.documents}
     if settings["val_fraction"] > 0 and "val" not in splits:
         raise UserError(
-            f"{settings['source']} gives one document only, none can be held out: "
+            f"{settings['source']} gives {splits['train'].documents} document(s) here, too few to hold one out: "
             "give data.val_source, or set val_fraction to 0"
         )
     return splits, skipped

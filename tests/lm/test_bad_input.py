@@ -1,5 +1,6 @@
 """Every mistake is one line that says what, where and what to do, exit code 2, and nothing is left behind."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import torch
 
 from lm.data.prepared import prepare
 from lm.fit import main
-from tests.lm.runs import arguments, train
+from pretrain.run import claimed
+from tests.lm.runs import arguments, run_folder, train
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,16 @@ def refuse(tmp_path, capfd):
         ({"data__tokenizer": "missing.model"}, ["missing.model", "no such tokenizer"]),
         ({"trainer__max_steps": -1}, ["no end", "trainer.max_epochs"]),
         ({"trainer__accumulate_grad_batches": 2}, ["derived", "data.micro_batch_size"]),
+        ({"trainer__val_check_interval": 0}, ["trainer.val_check_interval is 0"]),
+        ({"trainer__log_every_n_steps": 0}, ["trainer.log_every_n_steps is 0"]),
+        ({"tokens_per_parameter": -1}, ["tokens_per_parameter", "above 0"]),
+        ({"seed_everything": -1}, ["seed_everything", "-1"]),
+        ({"data__seed": -1}, ["data.seed is -1"]),
+        ({"name": "../out"}, ["name '../out'"]),
+        ({"model__ffn__hidden_features": 0}, ["hidden_features", "0"]),
+        ({"model__init_std": -1}, ["model.init_std is -1"]),
+        ({"model__norm_eps": -1}, ["model.norm_eps is -1"]),
+        ({"model__rope_base": 0}, ["model.rope_base is 0"]),
         ({"checkpoint_every_n_steps": 0}, ["checkpoint_every_n_steps"]),
         ({"resume": "missing"}, ["missing", "does not exist"]),
         ({"init_from": "missing"}, ["missing", "does not exist"]),
@@ -146,3 +158,83 @@ def test_resuming_with_other_data_or_at_the_end(refuse, small_run, tmp_path):
 def test_an_empty_text_has_nothing_to_train_on(refuse, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     assert "holds no documents" in refuse(data__source=tmp_path / "empty.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("model: {d_model: 32}\nmodel: {n_layers: 1}\n", ["line 2", "'model'", "twice"]),
+        ("", ["holds no keys"]),
+        ("- a\n- b\n", ["holds no keys"]),
+        ("model:\n\td_model: 3\n", ["cannot be read"]),
+        ("resume: runs/a\n", ["--resume"]),
+    ],
+)
+def test_a_configuration_that_would_be_misread(refuse, tmp_path, text, parts):
+    config = tmp_path / "mine.yaml"
+    config.write_text(text)
+    line = refuse(f"--config={config}")
+    for part in (str(config), *parts):
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.optimizer.lr", 1e-3),
+        ("model.ffn.kind", "geglu"),
+        ("model.n_heads", 1),
+        ("seed_everything", 1),
+        ("data.sequence_length", 16),
+        ("name", "other"),
+    ],
+)
+def test_a_resumed_run_goes_on_as_before_or_not_at_all(refuse, small_run, key, value):
+    before = sorted(small_run.iterdir())
+    line = refuse(f"--resume={small_run}", "--trainer.max_steps=4", f"--{key}={value}", without=("--",))
+    assert f"error: {key} was " in line
+    assert "--init_from" in line
+    assert sorted(small_run.iterdir()) == before
+
+
+@pytest.mark.parametrize(("key", "value"), [("ffn.gate", "tanh"), ("n_heads", 1), ("rope_base", 500.0)])
+def test_weights_of_equal_shapes_that_would_mean_something_else(refuse, small_run, key, value):
+    line = refuse(init_from=small_run, **{f"model__{key.replace('.', '__')}": value})
+    assert f"model.{key}" in line
+    assert "mean something else" in line
+
+
+def test_a_checkpoint_without_what_a_resume_needs(refuse, small_run, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(small_run, copy)
+    last = copy / "checkpoints" / "last.ckpt"
+    content = torch.load(last, weights_only=True)
+    del content["loops"]
+    torch.save(content, last)
+    assert "no loops" in refuse(f"--resume={copy}", "--trainer.max_steps=4", without=("--",))
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, capfd):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(Path("/dev/null/runs")))
+    assert stop.value.code == 2
+    assert "cannot be made" in capfd.readouterr().err
+
+
+def test_a_run_folder_belongs_to_one_process(small_run, tmp_path, capfd):
+    copy = tmp_path / "copy"
+    shutil.copytree(small_run, copy)
+    with claimed(copy, anew=False), pytest.raises(SystemExit) as stop:
+        main([f"--resume={copy}", "--trainer.max_steps=4"])
+    assert stop.value.code == 2
+    assert "another process trains in" in capfd.readouterr().err
+
+
+def test_a_diverged_run_says_so(tmp_path, capfd):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(tmp_path, model__optimizer__lr=1e30, model__schedule__warmup_steps=0))
+    assert stop.value.code == 2
+    line = capfd.readouterr().err.strip().splitlines()[-1]
+    assert "the loss is nan at step 5" in line
+    summary = json.loads((run_folder(tmp_path) / "summary.json").read_text())
+    assert summary["exit_state"] == "diverged"

@@ -1,13 +1,16 @@
 """Several devices train as one does."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from lm import fit
 from tests.lm.runs import arguments, logged, run_folder, state_of, train
 
 ROOT = Path(__file__).parent.parent.parent
@@ -40,3 +43,22 @@ def test_compiled_blocks_train_as_eager_ones_and_keep_their_names(tmp_path):
     for name, weight in ours.items():
         torch.testing.assert_close(theirs[name], weight, atol=1e-4, rtol=1e-3)
     assert logged(compiled)[3]["val/loss"] == pytest.approx(logged(eager)[3]["val/loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_run_after_a_step_and_it_goes_on(tmp_path):
+    settings = {"trainer__max_steps": 5000, "trainer__val_check_interval": 5000, "trainer__log_every_n_steps": 1}
+    command = [sys.executable, "-m", "lm.fit", *arguments(tmp_path, **settings)]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("*/*/checkpoints/last.ckpt")):
+        assert time.monotonic() < deadline
+        assert run.poll() is None
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    shown, _ = run.communicate(timeout=120)
+    assert run.returncode == 128 + signal.SIGTERM
+    folder = run_folder(tmp_path)
+    step = state_of(folder / "checkpoints/last.ckpt")["step"]
+    assert f"stopped at step {step}: go on with `python -m lm.fit --resume {folder}`" in shown
+    assert fit.run(["--resume", str(folder), f"--trainer.max_steps={step + 1}"]).trainer.global_step == step + 1

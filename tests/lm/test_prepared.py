@@ -133,7 +133,7 @@ def test_held_out_documents_are_evenly_spread_and_leave_both_splits_filled(count
 
 
 def test_one_document_cannot_be_held_out(tmp_path):
-    with pytest.raises(UserError, match=r"one document only.*data.val_source, or set val_fraction to 0"):
+    with pytest.raises(UserError, match=r"too few to hold one out.*data.val_source, or set val_fraction to 0"):
         prepare(write_jsonl(tmp_path / "a.jsonl", ["one"]), tmp_path / "out", "bytes", val_fraction=0.1, **QUIET)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", "bytes", **QUIET)

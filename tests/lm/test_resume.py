@@ -1,12 +1,16 @@
 """An interrupted run goes on as if nothing had happened: to the last bit on the CPU."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 
-from pretrain.cli import INTERRUPTED_EXIT_CODE
-from tests.lm.runs import assert_identical, run_folder, state_of, train
+from pretrain.errors import INTERRUPTED_EXIT_CODE
+from pretrain.optim import OptimizerConfig
+from pretrain.schedules import ScheduleConfig, lr_multiplier
+from tests.lm.runs import assert_identical, logged, run_folder, state_of, train
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,40 @@ def test_resume_from_the_best_checkpoint(uninterrupted, tmp_path):
     assert state_of(best)["step"] == 10
     resume(best)
     assert_identical(state_of(folder / "checkpoints" / "last.ckpt"), uninterrupted)
+
+
+def test_a_resumed_run_may_be_cut_otherwise(uninterrupted, tmp_path):
+    """Other micro-batches, other sums in floating point: the same run up to rounding, validated at the same steps."""
+    folder = interrupt_at(7, tmp_path)
+    resume(folder, "--data.micro_batch_size=4")
+    state = state_of(folder / "checkpoints" / "last.ckpt")
+    assert state["data"] == uninterrupted["data"]
+    for name, weight in state["weights"].items():
+        torch.testing.assert_close(weight, uninterrupted["weights"][name], atol=1e-5, rtol=1e-3)
+    assert [step for step, row in logged(folder).items() if "val/loss" in row] == [10, 20]
+
+
+def test_the_best_checkpoint_stays_the_best_after_a_resume(tmp_path):
+    """Validated and saved at every step, with a rate that makes it worse: the first step is the best."""
+    settings = {"trainer__val_check_interval": 1, "checkpoint_every_n_steps": 1, "model__schedule__name": "constant"}
+    folder = train(tmp_path, trainer__max_steps=3, model__optimizer__lr=0.3, **settings).folder
+    best = state_of(folder / "checkpoints" / "best.ckpt")["step"]
+    losses = {step: row["val/loss"] for step, row in logged(folder).items()}
+    assert losses[best] == min(losses.values()) < losses[3]
+    resume(folder, "--trainer.max_steps=4")
+    losses = {step: row["val/loss"] for step, row in logged(folder).items()}
+    best_step = min(losses, key=lambda step: losses[step])
+    assert state_of(folder / "checkpoints" / "best.ckpt")["step"] == best_step
+    assert json.loads((folder / "summary.json").read_text())["best"]["step"] == best_step
+
+
+def test_a_longer_schedule_takes_hold_with_the_first_step(tmp_path):
+    folder = train(tmp_path, trainer__max_steps=10, trainer__log_every_n_steps=1).folder
+    resume(folder, "--trainer.max_steps=20")
+    config = ScheduleConfig(warmup_steps=4)
+    peak = OptimizerConfig(lr=6e-3).peak_lr()
+    rates = {step: row["optim/lr"] for step, row in logged(folder).items() if "optim/lr" in row}
+    assert rates[11] == pytest.approx(peak * lr_multiplier(10, 20, config))
 
 
 class Crash(Callback):

@@ -58,13 +58,26 @@ def test_the_length_is_that_of_the_whole_run_in_micro_batches():
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [1, 4, 5, 9])
 def test_a_resumed_loader_yields_the_rest(workers, stop):
-    """Stops within the first epoch, at its border, and within a step that crosses it."""
+    """In micro-batches, two a step: stops within a step, which is then taken again, at and across an epoch's border."""
     expected = indices(loader(num_workers=0))
     first = loader(num_workers=workers)
     head = indices(islice(first, stop))
     second = loader(num_workers=workers)
     second.load_state_dict(first.state_dict())
-    assert head + indices(second) == expected
+    whole_steps = stop // 2 * 4
+    assert head[:whole_steps] + indices(second) == expected
+
+
+def test_a_resumed_loader_may_take_larger_steps():
+    """Two steps of 4, then five of 10: the stream goes on where it was, and the run has as many steps as planned."""
+    first = loader(n=100)
+    head = indices(islice(first, 4))
+    second = loader(n=100, global_batch_size=10, micro_batch_size=5)
+    second.load_state_dict(first.state_dict())
+    rest = list(second)
+    assert len(rest) == 5 * 2
+    assert head + indices(rest) == SampleStream(100, seed=5).read(0, 8 + 50).tolist()
+    assert second.state_dict()["samples_consumed"] == 58
 
 
 @given(

@@ -38,7 +38,7 @@ def test_derived_sizes():
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "ranks", "nearest"), [(10, 4, 1, "8 or 12"), (3, 4, 1, "are 4"), (100, 8, 3, "96 or 120")]
+    ("batch", "micro", "ranks", "nearest"), [(10, 4, 1, "8 or 12"), (3, 4, 1, "size is 4"), (100, 8, 3, "96 or 120")]
 )
 def test_a_batch_that_cannot_be_cut_names_the_nearest_sizes(batch, micro, ranks, nearest):
     with pytest.raises(UserError, match=nearest):

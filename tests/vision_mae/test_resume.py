@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 
-from pretrain.cli import INTERRUPTED_EXIT_CODE
+from pretrain.errors import INTERRUPTED_EXIT_CODE
 from tests.lm.runs import assert_identical, run_folder, state_of
 from tests.vision_mae.runs import train
 from vision_mae.fit import run
