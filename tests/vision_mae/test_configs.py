@@ -29,7 +29,7 @@ def test_the_paper_s_run_takes_a_step_of_the_full_model(tmp_path):
 
 def test_the_paper_s_recipe():
     """800 epochs of 1,281,167 pictures in batches of 4,096: warm-up over 40 epochs, then a cosine to zero."""
-    config = yaml.safe_load(config_folder() / "mae_vitb16.yaml".read_text())
+    config = yaml.safe_load((config_folder() / "mae_vitb16.yaml").read_text())
     optimizer, schedule = config["model"]["optimizer"], config["model"]["schedule"]
     assert (optimizer["betas"], optimizer["eps"], optimizer["weight_decay"]) == ([0.9, 0.999], 1e-8, 0.05)
     assert (config["trainer"]["max_epochs"], config["data"]["global_batch_size"]) == (800, 4096)
