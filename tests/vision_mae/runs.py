@@ -18,6 +18,7 @@ SMALL = {
     "model.decoder_heads": 2,
     "model.schedule.warmup_steps": 4,
     "model.probe.every_n_steps": 10,
+    "model.probe.pool": "avg",
     "data.source": "demo:val",
     "data.val_source": None,
     "data.val_fraction": 0.1,
