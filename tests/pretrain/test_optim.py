@@ -536,6 +536,7 @@ def sharded_steps(rank: int, folder: str) -> None:
     gathered = [p.full_tensor().detach() for p in parameters]
     if rank == 0:
         torch.save(gathered, f"{folder}/result.pt")
+    dist.barrier()  # a rank that leaves while the other still talks to it makes that one abort
     dist.destroy_process_group()
 
 
