@@ -3,6 +3,7 @@
 import difflib
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,10 +38,9 @@ def with_config(arguments: list[str], demo_config: Path) -> list[str]:
     """Put the configuration that the arguments imply in front of them, so that they override it."""
 
     def values_of(*options: str) -> list[str]:
-        pairs = zip(arguments, [*arguments[1:], ""], strict=True)
         return [
             following if argument in options else argument.split("=", 1)[1]
-            for argument, following in pairs
+            for argument, following in pairwise([*arguments, ""])
             if argument in options or argument.startswith(tuple(f"{option}=" for option in options))
         ]
 
