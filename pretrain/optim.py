@@ -11,7 +11,7 @@ Muon follows the paper's training appendix: Nesterov momentum 0.95, Newton-Schul
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -34,7 +34,8 @@ NEWTON_SCHULZ_EPS = 1e-7
 # Equal matrices are orthogonalised together up to this many elements; about five bf16 copies of a batch live at once.
 MAX_BATCH_ELEMENTS = 2**24
 
-# On a CPU a batched product is 7 times faster at 64 rows, but 10% slower at 426: larger matrices go one by one there.
+# On a CPU a batched product is 7 times faster at 64 rows, but 10% slower at 426, and an expert's matrices fit the cache
+# where its whole stack does not: larger matrices go one by one there, from the gradient to the update.
 CPU_MAX_BATCHED_ROWS = 256
 
 
@@ -284,18 +285,14 @@ def orthogonalise(updates: Sequence[Tensor], steps: int) -> list[Tensor]:
     Returns:
         Tensors of the same shapes, in bfloat16 (as `torch.optim.Muon`: the iteration tolerates it and runs faster).
     """
-    wide = []
-    for update in updates:
-        matrices = update.bfloat16().reshape(-1, *update.shape[-2:])
-        wide.append(matrices.mT if _is_tall(update) else matrices)
-    if wide[0].device.type == "cpu" and wide[0].shape[-2] > CPU_MAX_BATCHED_ROWS:
-        results = [torch.stack([newton_schulz(matrix, steps) for matrix in matrices]) for matrices in wide]
+    wide = [(update.mT if _is_tall(update) else update).bfloat16().contiguous() for update in updates]
+    if len(wide) == 1:
+        results = [newton_schulz(wide[0], steps)]
     else:
-        results = list(newton_schulz(torch.cat(wide), steps).split([len(matrices) for matrices in wide]))
-    return [
-        (result.mT if _is_tall(update) else result).reshape(update.shape)
-        for update, result in zip(updates, results, strict=True)
-    ]
+        stacks = [matrices.reshape(-1, *matrices.shape[-2:]) for matrices in wide]
+        split = newton_schulz(torch.cat(stacks), steps).split([len(stack) for stack in stacks])
+        results = [result.reshape(matrices.shape) for result, matrices in zip(split, wide, strict=True)]
+    return [result.mT if _is_tall(update) else result for update, result in zip(updates, results, strict=True)]
 
 
 def _is_tall(matrices: Tensor) -> bool:
@@ -385,22 +382,15 @@ class MuonAdamW(torch.optim.Optimizer):
     def _muon_step(self, group: dict[str, Any]) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
         for batch in batches_of_equal_matrices(parameters, MAX_BATCH_ELEMENTS):
-            # Gathered and in bf16 one by one, so that no second fp32 copy of the whole batch exists.
-            updates = [_gathered(self._momentum_update(p, group)).bfloat16() for p in batch]
-            directions = orthogonalise(updates, group["ns_steps"])
-            for p, direction in zip(batch, directions, strict=True):
-                scale = 0.2 * math.sqrt(max(p.shape[-2:]))  # the RMS of AdamW's updates, for any shape
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(_sharded_like(p, direction), alpha=-group["lr"] * scale)
+            triples = [(p, p.grad, self._momentum_buffer(p)) for p in batch]
+            for together in _one_by_one(triples) if _prefers_single_matrices(batch[0]) else [triples]:
+                _muon_update(together, group)
 
-    def _momentum_update(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    def _momentum_buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        momentum, buffer, gradient = group["momentum"], state["momentum_buffer"], parameter.grad
-        assert gradient is not None
-        buffer.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        return state["momentum_buffer"]
 
     def _adamw_step(self, group: dict[str, Any]) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
@@ -430,6 +420,42 @@ class MuonAdamW(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+
+# A parameter, its gradient and its momentum buffer; or the same of one matrix of a stack.
+Triple = tuple[Tensor, Tensor | None, Tensor]
+
+
+def _prefers_single_matrices(parameter: Tensor) -> bool:
+    is_sharded = hasattr(parameter, "device_mesh")
+    return parameter.device.type == "cpu" and not is_sharded and min(parameter.shape[-2:]) > CPU_MAX_BATCHED_ROWS
+
+
+def _one_by_one(triples: list[Triple]) -> Iterator[list[Triple]]:
+    """Each matrix alone, as views: what is written to them is written to the parameter and its buffer."""
+    for triple in triples:
+        if triple[0].ndim == 2:
+            yield [triple]
+        else:
+            parameter, gradient, buffer = triple
+            assert gradient is not None
+            yield from ([single] for single in zip(parameter, gradient, buffer, strict=True))
+
+
+def _muon_update(triples: list[Triple], group: dict[str, Any]) -> None:
+    """Update matrices of one shape in place."""
+    momentum, updates = group["momentum"], []
+    for _, gradient, buffer in triples:
+        assert gradient is not None
+        buffer.lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        # Gathered and in bf16 one by one, so that no second fp32 copy of the whole batch exists.
+        updates.append(_gathered(update).bfloat16())
+    directions = orthogonalise(updates, group["ns_steps"])
+    for (parameter, _, _), direction in zip(triples, directions, strict=True):
+        scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))  # the RMS of AdamW's updates, for any shape
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(_sharded_like(parameter, direction), alpha=-group["lr"] * scale)
 
 
 def _gathered(update: Tensor) -> Tensor:
