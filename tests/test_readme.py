@@ -9,6 +9,8 @@ import pytest
 
 from lm import fit, prepare
 from lm.fit import config_folder
+from tests.vision_mae.pictures import write_folder
+from vision_mae import fit as fit_vision
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -34,6 +36,7 @@ def newcomer(tmp_path_factory) -> Path:
     (folder / "my_text").mkdir()
     for number in range(6):
         (folder / "my_text" / f"{number}.txt").write_text(f"Speech {number}: the state of the union is strong. " * 200)
+    write_folder(folder / "my_pictures", n_images=80, side=64)
     return folder
 
 
@@ -41,6 +44,8 @@ def run(line: str, folder: Path) -> None:
     module, *arguments = shlex.split(line.removeprefix("python -m "))
     if module == "lm.prepare":
         prepare.main(arguments)
+    elif module == "vision_mae.fit":
+        fit_vision.main([*arguments, *SHORT])
     elif "--trainer.devices" in arguments:  # wants eight GPUs and the network
         with pytest.raises(SystemExit) as done:
             fit.main([*arguments, "--print_config"])
@@ -56,11 +61,11 @@ def run(line: str, folder: Path) -> None:
 
 def test_its_commands_run_one_after_the_other(newcomer, monkeypatch, capfd):
     monkeypatch.chdir(newcomer)
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 7
     for line in COMMANDS:
         run(line, newcomer)
     shown = capfd.readouterr().out
-    assert shown.count("tensorboard --logdir") == 4
+    assert shown.count("tensorboard --logdir") == 5
     assert "train on it: python -m lm.fit --data.source my_tokens --data.val_source null" in shown
 
 
@@ -83,7 +88,7 @@ def test_every_kind_and_every_configuration_is_listed():
         assert f"`configs/{config.name}`" in README
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/vision.md"])
 def test_links_lead_to_files(page):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):

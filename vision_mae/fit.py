@@ -32,8 +32,8 @@ def run(args: list[str] | None = None) -> FinishedRun:
 
 
 @command
-def main() -> None:
-    run()
+def main(args: list[str] | None = None) -> None:
+    run(args)
 
 
 if __name__ == "__main__":
