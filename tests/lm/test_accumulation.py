@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from lm.data.packing import IGNORED
 from pretrain.checkpoint import find_checkpoint
-from tests.lm.runs import logged, state_of, train
+from tests.lm.runs import train
+from tests.runs import logged, state_of
 
 
 class KeepGradients(L.Callback):

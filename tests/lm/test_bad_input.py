@@ -10,7 +10,8 @@ import torch
 from lm.data.prepared import prepare
 from lm.fit import main
 from pretrain.run import claimed
-from tests.lm.runs import arguments, run_folder, train
+from tests.lm.runs import arguments, train
+from tests.runs import run_folder
 
 
 @pytest.fixture(scope="module")

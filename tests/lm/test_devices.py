@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lm import fit
-from tests.lm.runs import arguments, logged, run_folder, state_of, train
+from tests.lm.runs import arguments, train
+from tests.runs import logged, run_folder, state_of
 
 ROOT = Path(__file__).parent.parent.parent
 # Four micro-batches a step on one device, two each on two devices; the whole validation text.

@@ -24,8 +24,9 @@ from lm.rules import optimizer_rules
 from moa import FFNConfig
 from pretrain.optim import OptimizerConfig, assign_parameters
 from pretrain.schedules import ScheduleConfig, lr_multiplier
-from tests.lm.runs import arguments, assert_identical, run_folder, state_of, train
+from tests.lm.runs import arguments, train
 from tests.lm.test_configs import parse
+from tests.runs import assert_identical, run_folder, state_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -294,7 +295,7 @@ def test_ten_steps_and_ten_more_equal_twenty(finished, tmp_path):
     with pytest.raises(SystemExit):
         train(
             tmp_path,
-            *("--trainer.callbacks+=tests.lm.runs.StopAt", "--trainer.callbacks.step=10"),
+            *("--trainer.callbacks+=tests.runs.StopAt", "--trainer.callbacks.step=10"),
             **{name.replace(".", "__"): value for name, value in MOE_RUN.items()},
         )
     folder = run_folder(tmp_path)

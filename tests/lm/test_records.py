@@ -11,7 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lm.fit import run
 from pretrain.cli import FinishedRun
-from tests.lm.runs import assert_identical, logged, run_folder, state_of, train
+from tests.lm.runs import train
+from tests.runs import assert_identical, logged, run_folder, state_of
 
 KIND = "bi-moa"
 
@@ -129,7 +130,7 @@ def test_a_checkpoint_holds_tensors_and_primitives_only_and_its_configuration(fi
 
 
 def test_a_resumed_run_continues_its_curves_without_repeating_a_step(tmp_path):
-    class_path = "tests.lm.runs.StopAt"
+    class_path = "tests.runs.StopAt"
     with pytest.raises(SystemExit):
         train(
             tmp_path, f"--trainer.callbacks+={class_path}", "--trainer.callbacks.step=12", trainer__log_every_n_steps=1

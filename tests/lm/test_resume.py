@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from pretrain.errors import INTERRUPTED_EXIT_CODE
 from pretrain.optim import OptimizerConfig
 from pretrain.schedules import ScheduleConfig, lr_multiplier
-from tests.lm.runs import assert_identical, logged, run_folder, state_of, train
+from tests.lm.runs import train
+from tests.runs import assert_identical, logged, run_folder, state_of
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def interrupt_at(step: int, runs_dir: Path, **changes) -> Path:
     with pytest.raises(SystemExit) as stop:
         train(
             runs_dir,
-            "--trainer.callbacks+=tests.lm.runs.StopAt",
+            "--trainer.callbacks+=tests.runs.StopAt",
             f"--trainer.callbacks.step={step}",
             **changes,
         )

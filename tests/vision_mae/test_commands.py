@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretrain.errors import UserError
-from tests.lm.runs import run_folder
+from tests.runs import run_folder
 from tests.vision_mae.runs import train
 from vision_mae import evaluate, export
 from vision_mae.classifier import layer_rules

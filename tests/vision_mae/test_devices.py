@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.lm.runs import run_folder, state_of
+from tests.runs import run_folder, state_of
 from tests.vision_mae.runs import arguments, train
 
 LAST = "checkpoints/last.ckpt"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretrain.errors import INTERRUPTED_EXIT_CODE
-from tests.lm.runs import assert_identical, run_folder, state_of
+from tests.runs import assert_identical, run_folder, state_of
 from tests.vision_mae.runs import train
 from vision_mae.fit import run
 
@@ -22,7 +22,7 @@ def uninterrupted(trained) -> dict:
 
 def interrupt_at(step: int, runs_dir: Path, **changes) -> Path:
     with pytest.raises(SystemExit) as stop:
-        train(runs_dir, "--trainer.callbacks+=tests.lm.runs.StopAt", f"--trainer.callbacks.step={step}", **changes)
+        train(runs_dir, "--trainer.callbacks+=tests.runs.StopAt", f"--trainer.callbacks.step={step}", **changes)
     assert stop.value.code == INTERRUPTED_EXIT_CODE
     return run_folder(runs_dir)
 
