@@ -15,13 +15,17 @@ from pretrain.errors import EXIT_CODE, UserError
 from pretrain.run import CONFIG
 
 
+def one_line(message: str) -> str:
+    """Return a message of the parser in one line; of a value that fits none of many types, what was expected."""
+    text = " ".join(message.split())
+    return re.sub(r"Does not validate against any of the Union subtypes Subtypes: .*? Errors: ", "", text)
+
+
 class OneLineParser(LightningArgumentParser):
     """A parser whose errors are one line: what is wrong, and the nearest valid key."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        text = " ".join(message.split())
-        # Of a value that fits none of many types, what was expected and given says enough.
-        text = re.sub(r"Does not validate against any of the Union subtypes Subtypes: .*? Errors: ", "", text)
+        text = one_line(message)
         print(f"error: {text}{self._suggestion(text)} (--help lists all keys)", file=sys.stderr)
         sys.exit(EXIT_CODE)
 

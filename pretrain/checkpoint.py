@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
 from pretrain.errors import UserError
+from pretrain.metrics import StepMetrics, check_finite
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"
@@ -181,7 +182,15 @@ class Checkpoints(Checkpoint):
             self.save_last(trainer)
 
     def save_last(self, trainer: L.Trainer) -> None:
-        """Write `last.ckpt`; call it on every rank, between two optimizer steps."""
+        """Write `last.ckpt`; call it on every rank, between two optimizer steps.
+
+        Raises:
+            DivergedError: if the step's loss is not finite; the checkpoint before it stays.
+        """
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector of Lightning's
+            if isinstance(callback, StepMetrics):
+                loss = trainer.strategy.reduce(torch.as_tensor(callback.step_loss), reduce_op="sum")
+                check_finite("the loss", float(loss), trainer)
         self._save(trainer, LAST)
         self._saved_step = trainer.global_step
 

@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from pretrain.arguments import OneLineParser, with_config
+from pretrain.arguments import OneLineParser, one_line, with_config
 from pretrain.callbacks import GateStatistics, StepProgress, StopSignal, find_callback
 from pretrain.checkpoint import (
     AtomicCheckpointIO,
@@ -115,7 +115,7 @@ class PretrainCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
-            raise UserError(str(error)) from error
+            raise UserError(one_line(str(error))) from error
         self.model.run_config = yaml.safe_load(self.config_text())
         if self.checkpoint is None:
             self.model.init_from = self.config.init_from

@@ -1,5 +1,7 @@
 """The data module both domains derive from: batch sizes, order and loaders."""
 
+from typing import Any
+
 import lightning as L
 
 from pretrain.errors import UserError
@@ -83,3 +85,9 @@ class PretrainData(L.LightningDataModule):
         if self.trainer is None:
             raise RuntimeError("loaders exist within a run: pass the data module to Trainer.fit")
         return self.trainer
+
+
+def check_vendored(source: str, vendored: dict[str, Any]) -> None:
+    """Raise a UserError for a source that is called like data in the package, but is none."""
+    if source.startswith("demo:") and source not in vendored:
+        raise UserError(f"{source} is not in the package: there are {', '.join(vendored)}")

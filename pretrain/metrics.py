@@ -117,6 +117,15 @@ class DivergedError(UserError):
     """The loss is not finite any more."""
 
 
+def check_finite(what: str, loss: float, trainer: L.Trainer) -> None:
+    """Raise a DivergedError unless a loss, the same on all ranks, is a finite number."""
+    if not math.isfinite(loss):
+        raise DivergedError(
+            f"{what} is {loss} at step {trainer.global_step}: lower the learning rate, or clip gradients with "
+            "trainer.gradient_clip_val"
+        )
+
+
 class StepMetrics(L.Callback):
     """Log `train/loss`, `optim/lr`, `optim/grad_norm` and `perf/...` every `trainer.log_every_n_steps` steps.
 
@@ -128,6 +137,7 @@ class StepMetrics(L.Callback):
         self.latest: dict[str, float] = {}
         self.seconds = 0.0  # spent in training steps, up to the last logged step
         self.steps = 0  # taken in that time
+        self.step_loss: torch.Tensor | float = 0.0  # of the last complete step, this rank's part, a sum
         self._loss_sum: torch.Tensor | float = 0.0
         self._grad_norm: torch.Tensor | float = 0.0
         self._lr = 0.0
@@ -154,6 +164,7 @@ class StepMetrics(L.Callback):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         loss_sum, self._loss_sum = self._loss_sum, 0.0
+        self.step_loss = loss_sum
         if not self._is_due(trainer, trainer.global_step):
             return
         loss_sum = trainer.strategy.reduce(loss_sum, reduce_op="sum")
@@ -164,11 +175,7 @@ class StepMetrics(L.Callback):
             **self._throughput(trainer, pl_module),
         }
         log_metrics(trainer, self.latest)
-        if not math.isfinite(self.latest["train/loss"]):
-            raise DivergedError(
-                f"the loss is {self.latest['train/loss']} at step {trainer.global_step}: lower the learning rate, or "
-                "clip gradients with trainer.gradient_clip_val"
-            )
+        check_finite("the loss", self.latest["train/loss"], trainer)
 
     def _is_due(self, trainer: L.Trainer, step: int) -> bool:
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector of Lightning's

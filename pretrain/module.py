@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 
 from pretrain.checkpoint import check_same_architecture, load_weights
-from pretrain.metrics import log_metrics
+from pretrain.metrics import check_finite, log_metrics
 from pretrain.optim import OptimizerConfig, Rule, build_optimizer, format_table
 from pretrain.order import global_seed, noise_seed
 from pretrain.parallelize import parallelize
@@ -202,6 +202,8 @@ class PretrainModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         sums = self.trainer.strategy.reduce(self._val_sums, reduce_op="sum")
         loss = float(sums[0] / sums[1])
+        if not self.trainer.sanity_checking:
+            check_finite("the validation loss", loss, self.trainer)
         metrics = {"val/loss": loss, **self.validation_metrics(loss)}
         # Through `self.log` for callbacks that monitor, past the loggers: Lightning's step axis lags by one there.
         self.log_dict(metrics, logger=False, sync_dist=True)

@@ -17,7 +17,7 @@ from pretrain.reload import load_module
 from pretrain.schedules import ScheduleConfig
 from vision_mae.encoder import build_encoder, encoder_weights, load_pretrained
 from vision_mae.model import Pool, encoder_flops
-from vision_mae.module import MaskedAutoencoderModule, ViTOptimizerConfig
+from vision_mae.module import MaskedAutoencoderModule, ViTOptimizerConfig, check_same_pictures
 
 HEAD_STD = {"linear": 0.01, "finetune": 2e-5}
 
@@ -82,6 +82,11 @@ class ClassifierModule(PretrainModule):
             raise UserError(
                 "model.layer_decay and model.drop_path have no meaning for a frozen encoder: leave them out"
             )
+        for name, value, limit in (("drop_path", drop_path, 1), ("label_smoothing", label_smoothing, 1)):
+            if not 0 <= value < limit:
+                raise UserError(f"model.{name} is {value}: it has to lie in [0, {limit})")
+        if mixup < 0 or cutmix < 0:
+            raise UserError("model.mixup and model.cutmix have to be 0 or more")
         if not 0 < layer_decay <= 1:
             raise UserError(f"model.layer_decay is {layer_decay}: it has to lie in (0, 1]")
         self.checkpoint, self.task, self.pool = checkpoint, task, pool
@@ -98,6 +103,9 @@ class ClassifierModule(PretrainModule):
             raise UserError(f"{data.val_rows.source} has no labels: {self.task} needs class folders or a label column")
         if any(self.mix_alphas) and data.micro_batch_size % 2:
             raise UserError(f"data.micro_batch_size is {data.micro_batch_size}: mixup and cutmix need an even one")
+        check_same_pictures(self.config, data)
+        if self.task == "linear" and data.micro_batch_size < 2:
+            raise UserError("data.micro_batch_size is 1: the batch norm of a linear probe needs at least 2")
         self.n_classes = len(data.classes)
 
     def setup(self, stage: str) -> None:

@@ -25,13 +25,16 @@ from pretrain.reload import load_module
 from vision_mae.classifier import ClassifierModule
 from vision_mae.data.module import ImageData
 from vision_mae.model import KnnPool
-from vision_mae.module import MaskedAutoencoderModule
-from vision_mae.probes import knn_accuracies
+from vision_mae.module import MaskedAutoencoderModule, check_same_pictures
+from vision_mae.probes import ProbeConfig, knn_accuracies
 
 PROG = "python -m vision_mae.evaluate"
 TASKS = ("knn", "linear", "finetune")
 # What evaluation takes over from the pre-training run unless told otherwise.
-INHERITED = ("source", "val_source", "mean", "std", "val_crop_ratio", "image_field", "label_field", "cache_dir")
+INHERITED = (
+    *("source", "val_source", "val_fraction", "max_bad", "mean", "std", "val_crop_ratio"),
+    *("image_field", "label_field", "cache_dir"),
+)
 
 
 def evaluate_knn(
@@ -46,10 +49,13 @@ def evaluate_knn(
         temperature: Weight of a vote: exp(cosine similarity / temperature).
         pool: token, the class token's features, avg, the mean over the patches, or patches, all of them side by side.
     """
+    ProbeConfig(k=k, temperature=temperature)  # for its checks
+    module, _ = load_module(MaskedAutoencoderModule, checkpoint)
+    check_same_pictures(module.config, data)
     data.prepare_data()
     data.setup("validate")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any = load_module(MaskedAutoencoderModule, checkpoint)[0].model
+    model: Any = module.model
     model.to(device)
     for name, embed in (
         ("encoder", lambda images: model.features(images, pool)),
@@ -62,7 +68,7 @@ def evaluate_knn(
 def inherited_arguments(checkpoint: str) -> list[str]:
     """Return the options that make the data fit the pre-trained model."""
     module, run = load_module(MaskedAutoencoderModule, checkpoint, weights=False)
-    settings = {name: run["data"][name] for name in INHERITED if run["data"].get(name) is not None}
+    settings = {name: run["data"][name] for name in INHERITED if name in run["data"]}
     settings |= {name: getattr(module.config, name) for name in module.data_links()}
     return [
         f"--data.{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()
@@ -89,7 +95,10 @@ def main(args: list[str] | None = None) -> None:
         settings = knn_parser.instantiate_classes(
             knn_parser.parse_args([f"--checkpoint={chosen.checkpoint}", *options, *rest])
         )
-        evaluate_knn(settings.checkpoint, settings.data, settings.k, settings.temperature, settings.pool)
+        try:
+            evaluate_knn(settings.checkpoint, settings.data, settings.k, settings.temperature, settings.pool)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         return
     options.append(f"--model.checkpoint={chosen.checkpoint}")
     recipe = config_folder() / f"mae_{chosen.task}.yaml"

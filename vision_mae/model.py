@@ -122,6 +122,10 @@ class MAEConfig:
             ("width", "depth", "heads"), SIZES[self.size] if self.size else (None,) * 3, strict=True
         ):
             value = default if getattr(self, name) is None else getattr(self, name)
+            if self.size is not None and value != default:
+                raise ValueError(
+                    f"model.size {self.size} means model.{name} {default}, and {value} is set: set one of them to null"
+                )
             if value is None or value < 1:
                 raise ValueError(f"model.{name} is {value}: set it to at least 1, or choose model.size")
             setattr(self, name, value)
@@ -286,7 +290,7 @@ class MaskedAutoencoder(nn.Module):
             (B, T, D), patches in the order of `visible_BK`.
         """
         encoder = self.encoder
-        x = encoder.patch_embed(images_BCHW) + self.positions[:, 1:]
+        x = encoder.patch_embed(images_BCHW.to(self._class_token.dtype)) + self.positions[:, 1:]
         if visible_BK is not None:
             x = take_patches(x, visible_BK)
         first = (self._class_token + self.positions[:, :1]).expand(len(x), -1, -1)

@@ -36,6 +36,9 @@ class ViTOptimizerConfig(OptimizerConfig):
     """`matrices`: no decay on biases, norms, coefficients, class and mask token. `all`: every parameter decays."""
 
 
+DEFAULT_PROBE = ProbeConfig()
+
+
 class MaskedAutoencoderModule(PretrainModule):
     """Pre-train a masked autoencoder.
 
@@ -91,7 +94,7 @@ class MaskedAutoencoderModule(PretrainModule):
         decoder_depth: int = 8,
         decoder_heads: int = 16,
         init: Literal["timm", "xavier"] = "timm",
-        probe: ProbeConfig | None = None,
+        probe: ProbeConfig = DEFAULT_PROBE,
         compile_blocks: bool | None = None,
     ) -> None:
         super().__init__(optimizer, schedule, compile_blocks)
@@ -111,7 +114,7 @@ class MaskedAutoencoderModule(PretrainModule):
             init=init,
         )
         self.norm_pixel_loss = norm_pixel_loss
-        self.probe_config = probe or ProbeConfig()
+        self.probe_config = probe
 
     @classmethod
     def data_links(cls) -> dict[str, str]:
@@ -170,9 +173,13 @@ class MaskedAutoencoderModule(PretrainModule):
         return flops_per_image(self.config)
 
     def check_data(self, data: Any) -> None:
-        for name in self.data_links():
-            if getattr(data, name) != getattr(self.config, name):
-                raise UserError(
-                    f"data.{name} is {getattr(data, name)} and model.{name} {getattr(self.config, name)}: "
-                    "they have to be equal"
-                )
+        check_same_pictures(self.config, data)
+
+
+def check_same_pictures(config: MAEConfig, data: Any) -> None:
+    """Raise a UserError unless the data gives pictures of the model's size and channels."""
+    for name in MaskedAutoencoderModule.data_links():
+        if getattr(data, name) != getattr(config, name):
+            raise UserError(
+                f"data.{name} is {getattr(data, name)} and model.{name} {getattr(config, name)}: they have to be equal"
+            )

@@ -116,7 +116,10 @@ def knn_accuracies(
         UserError: pictures without labels, or none to validate on.
     """
     if data.val_rows is None or not data.classes or data.val_rows.labels is None:
-        raise UserError("knn needs labels in data.source and data.val_source: class folders or label columns")
+        raise UserError(
+            "knn needs pictures of two classes or more in data.source, and labelled ones to validate on in "
+            "data.val_source, or held out by data.val_fraction"
+        )
     sets = []
     for dataset in (data.bank(None), data.val_dataset):
         features, labels, present = extract_features(embed, data.evaluation_batches(dataset), device)

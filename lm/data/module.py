@@ -5,7 +5,7 @@ from pathlib import Path
 from lm.data.packing import PackedTokens
 from lm.data.prepared import PreparedSplit, cached_prepare, open_prepared
 from lm.tokenizers import Tokenizer, load_tokenizer
-from pretrain.data import PretrainData
+from pretrain.data import PretrainData, check_vendored
 from pretrain.errors import UserError
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -124,6 +124,7 @@ class TextData(PretrainData):
         return self._prepared(self.val_source, 0.0, None)
 
     def _prepared(self, source: str, val_fraction: float, max_tokens: int | None) -> Path:
+        check_vendored(source, VENDORED)
         return cached_prepare(
             str(VENDORED.get(source, source)),
             self.tokenizer,

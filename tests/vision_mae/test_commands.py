@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import yaml
 
 from pretrain.errors import UserError
 from tests.runs import run_folder
@@ -107,9 +108,10 @@ def evaluate_small(task: str, trained, runs_dir, *extra: str) -> dict:
     evaluate.main(
         [
             *("--checkpoint", str(trained.folder), "--task", task, "--runs_dir", str(runs_dir)),
-            *("--data.val_fraction=0.1", "--data.val_source=null", "--data.global_batch_size=32"),
-            *("--data.micro_batch_size=16", "--data.num_workers=0", "--trainer.enable_progress_bar=false"),
-            *("--trainer.accelerator=cpu", "--model.schedule.warmup_epochs=1", "--trainer.max_epochs=3", *extra),
+            # The pictures, held-out ones too, are the pre-training run's.
+            *("--data.global_batch_size=32", "--data.micro_batch_size=16", "--data.num_workers=0"),
+            *("--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu", "--trainer.max_epochs=3"),
+            *("--model.schedule.warmup_epochs=1", *extra),
         ]
     )
     return json.loads((run_folder(runs_dir) / "summary.json").read_text())
@@ -141,7 +143,7 @@ def test_fine_tuning_starts_from_the_encoder_and_moves_it(trained, tmp_path):
 
 
 def test_every_parameter_of_an_encoder_has_its_layer():
-    config = MAEConfig(size="vit_tiny", depth=3)
+    config = MAEConfig(size=None, width=192, depth=3, heads=3)
     names = [name for name, _ in build_encoder(config, num_classes=5, global_pool="avg").named_parameters()]
     for name in names:
         parameter = torch.empty(2, 2)
@@ -161,3 +163,34 @@ def test_unlabelled_pictures_cannot_be_classified(trained, tmp_path, capsys):
             evaluate.main(["--checkpoint", str(trained.folder), "--task", task, f"--data.source={folder}"])
         assert stop.value.code == 2
         assert "label" in capsys.readouterr().err
+
+
+def test_evaluation_holds_out_the_pictures_that_pre_training_held_out(trained, tmp_path):
+    evaluate_small("linear", trained, tmp_path)
+    then, now = (
+        yaml.safe_load((folder / "config.yaml").read_text())["data"]
+        for folder in (trained.folder, run_folder(tmp_path))
+    )
+    for name in ("source", "val_source", "val_fraction", "max_bad"):
+        assert now[name] == then[name], name
+
+
+@pytest.mark.parametrize(
+    ("task", "option", "message"),
+    [
+        ("knn", "--k=0", "k at least 1"),
+        ("knn", "--temperature=0", "temperature positive"),
+        ("knn", "--data.image_size=64", "they have to be equal"),
+        ("linear", "--data.in_channels=1", "they have to be equal"),
+        ("linear", "--data.micro_batch_size=1", "at least 2"),
+        ("finetune", "--model.drop_path=2", "model.drop_path is 2"),
+        ("finetune", "--model.label_smoothing=-1", "model.label_smoothing is -1"),
+    ],
+)
+def test_a_mistaken_evaluation_is_one_line_and_leaves_nothing(trained, tmp_path, capfd, task, option, message):
+    runs = [] if task == "knn" else [f"--runs_dir={tmp_path}", "--data.num_workers=0", "--trainer.accelerator=cpu"]
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(["--checkpoint", str(trained.folder), "--task", task, *runs, option])
+    assert stop.value.code == 2
+    assert message in capfd.readouterr().err.strip().splitlines()[-1]
+    assert not list(tmp_path.iterdir())

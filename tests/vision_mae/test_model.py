@@ -266,7 +266,8 @@ def test_the_groups_without_decay():
         ({"mask_ratio": 1.0}, "at least one has to be visible"),
         ({"mask_ratio": 0.0}, "one masked"),
         ({"decoder_width": 500}, "multiple of model.decoder_heads"),
-        ({"width": 770}, "multiple of model.heads"),
+        ({"size": None, "width": 770, "depth": 2, "heads": 12}, "multiple of model.heads"),
+        ({"width": 770}, "means model.width 768"),
         ({"init": "zeros"}, "choose one of timm, xavier"),
     ],
 )

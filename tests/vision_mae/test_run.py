@@ -129,6 +129,8 @@ def test_a_picture_that_breaks_while_training_is_named(tmp_path):
         ({"model__image_size": 30}, "model.image_size 30 is no multiple of model.patch_size 8"),
         ({"model__ffn__kind": "magic"}, "unknown kind 'magic'"),
         ({"model__size": "vit_gigantic"}, "choose one of vit_tiny"),
+        ({"model__size": "vit_tiny"}, "model.size vit_tiny means model.width 192, and 32 is set"),
+        ({"data__source": "demo:nothing"}, "there are demo:train, demo:val"),
         ({"data__micro_batch_size": 3}, "the nearest valid sizes are 6 or 9"),
         ({"model__optimizer__name": "muon_adamw"}, "no rule sends a parameter to Muon"),
     ],
@@ -151,6 +153,8 @@ def test_a_folder_of_pictures_smaller_than_a_patch_leaves_no_run_folder(tmp_path
     from pretrain.errors import UserError
 
     with pytest.raises(UserError, match=r"thin.png: 5 x 50 pixels, smaller than a patch of 8 x 8"):
+        train(tmp_path / "runs", data__source=pictures, data__val_fraction=0)
+    with pytest.raises(UserError, match="one picture, none can be held out"):
         train(tmp_path / "runs", data__source=pictures)
     assert not (tmp_path / "runs").exists()
 
@@ -159,3 +163,10 @@ def test_a_folder_of_pictures_smaller_than_a_patch_leaves_no_run_folder(tmp_path
 def test_other_kinds_train(tmp_path, kind):
     finished = train(tmp_path, model__ffn__kind=kind, trainer__max_steps=2, model__probe__every_n_steps=0)
     assert Path(finished.folder / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_pictures_of_one_class_are_trained_without_a_probe(tmp_path):
+    """Unlabelled pictures often lie in a single sub-folder."""
+    folder = write_folder(tmp_path / "photos", n_images=12, classes=("all",))
+    finished = train(tmp_path / "runs", data__source=folder, trainer__max_steps=2, model__probe__every_n_steps=1)
+    assert find_callback(finished.trainer, KnnProbe).latest == {}

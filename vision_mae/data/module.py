@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pretrain.data import PretrainData
+from pretrain.data import PretrainData, check_vendored
 from pretrain.errors import UserError
 from pretrain.loader import EvaluationLoader, WeightedDataset
 from pretrain.order import global_seed, permutation
@@ -118,8 +118,9 @@ class ImageData(PretrainData):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes of the training data; () without labels."""
-        return self.train_rows.classes if self.train_rows is not None else ()
+        """Names of the classes of the training data; () without labels, or where all are the same."""
+        classes = self.train_rows.classes if self.train_rows is not None else ()
+        return classes if len(classes) > 1 else ()
 
     def prepare_data(self) -> None:
         """Let `datasets` convert what it has not yet; one process does it, the others wait for it."""
@@ -134,7 +135,7 @@ class ImageData(PretrainData):
         if self.val_source is not None:
             self.val_rows = self._open(self.val_source).with_classes(rows.classes)
         else:
-            rows, self.val_rows = _hold_out(rows, self.val_fraction)
+            rows, self.val_rows = _hold_out(rows, self.val_fraction, self.source)
         self.train_rows = rows
         self.train_dataset = self.dataset(rows)
         self.val_dataset = None if self.val_rows is None else self.dataset(self.val_rows)
@@ -178,6 +179,7 @@ class ImageData(PretrainData):
         return batch
 
     def _open(self, source: str) -> ImageRows:
+        check_vendored(source, VENDORED)
         root = self.cache_dir or os.environ.get("MOA_CACHE") or "~/.cache/moa-pretrain"
         return open_images(
             str(VENDORED.get(source, source)), self.image_field, self.label_field, Path(root).expanduser() / "images"
@@ -222,10 +224,14 @@ class BadImages:
             print(f"left out {problem}", file=sys.stderr)
 
 
-def _hold_out(rows: ImageRows, fraction: float) -> tuple[ImageRows, ImageRows | None]:
-    n_held_out = min(round(fraction * len(rows)), len(rows) - 1)
-    if n_held_out == 0:
+def _hold_out(rows: ImageRows, fraction: float, source: str) -> tuple[ImageRows, ImageRows | None]:
+    if fraction == 0:
         return rows, None
+    if len(rows) == 1:
+        raise UserError(
+            f"{source} holds one picture, none can be held out: give data.val_source, or set data.val_fraction to 0"
+        )
+    n_held_out = min(max(round(fraction * len(rows)), 1), len(rows) - 1)
     order = permutation(0, 0, len(rows))
     return rows.select(sorted(order[n_held_out:].tolist())), rows.select(sorted(order[:n_held_out].tolist()))
 

@@ -193,10 +193,8 @@ def _labels(table: Any, label_field: str, source: str) -> tuple[list[int] | None
     names = getattr(table.features[label_field], "names", None)
     if names is not None and all(0 <= value < len(names) for value in values):
         return values, tuple(names)
-    if all(isinstance(value, int) and value >= 0 for value in values):
-        return values, tuple(str(number) for number in range(max(values) + 1))
-    if not all(isinstance(value, str) for value in values):
+    if not (all(isinstance(value, int) for value in values) or all(isinstance(value, str) for value in values)):
         raise UserError(f"the column {label_field!r} of {source} holds no labels: set data.label_field to another one")
     classes = tuple(sorted(set(values)))
     position = {name: number for number, name in enumerate(classes)}
-    return [position[value] for value in values], classes
+    return [position[value] for value in values], tuple(map(str, classes))
