@@ -127,7 +127,8 @@ def _encode_in_processes(chunks: Iterator[Chunk], tokenizer: Tokenizer, workers:
             yield chunk, future.result()
     except BrokenProcessPool as error:
         raise UserError(
-            "a tokenizing process ended early, most likely for want of memory: give fewer workers (1 needs no process)"
+            "a tokenizing process ended early, for want of memory or because the calling program has no main guard: "
+            "give fewer workers (1 needs no process)"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
