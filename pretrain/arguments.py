@@ -18,6 +18,8 @@ from pretrain.run import CONFIG
 def one_line(message: str) -> str:
     """Return a message of the parser in one line; of a value that fits none of many types, what was expected."""
     text = " ".join(message.split())
+    if own := re.search(r"Errors: - (?!Expected)(.+?) - Expected ", text):  # a configuration's own words say it best
+        return own[1]
     return re.sub(r"Does not validate against any of the Union subtypes Subtypes: .*? Errors: ", "", text)
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 from tqdm.auto import tqdm
 
-from pretrain.checkpoint import Checkpoints
+from pretrain.checkpoint import Checkpoints, is_validated_next
 from pretrain.metrics import StepMetrics, log_metrics
 
 if TYPE_CHECKING:
@@ -137,9 +137,10 @@ class StopSignal(L.Callback):
             requested = trainer.strategy.reduce_boolean_decision(requested, all=False)
         if requested:
             self.requested = True
-            find_callback(trainer, Checkpoints).save_last(trainer)
-            trainer.limit_val_batches = 0  # no validation on the way out
             trainer.should_stop = True
+            if not is_validated_next(trainer, batch_idx):  # else the step is saved after its validation, as always
+                find_callback(trainer, Checkpoints).save_last(trainer)
+                trainer.limit_val_batches = 0  # no other validation on the way out
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for number, handler in self._previous.items():

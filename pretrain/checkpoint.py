@@ -164,7 +164,7 @@ class Checkpoints(Checkpoint):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # The first micro-batch end that sees a new step is the one that made it: nothing is half accumulated.
-        if self._is_due(trainer) and not _is_validated_next(trainer, batch_idx):
+        if self._is_due(trainer) and not is_validated_next(trainer, batch_idx):
             self.save_last(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -174,7 +174,7 @@ class Checkpoints(Checkpoint):
         if math.isfinite(value) and (self.best is None or value < self.best):
             self.best = value
             self._save(trainer, BEST)
-        if self._is_due(trainer):
+        if self._is_due(trainer) or trainer.should_stop:
             self.save_last(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -203,6 +203,7 @@ class Checkpoints(Checkpoint):
         trainer.save_checkpoint(self.folder / name)
 
 
-def _is_validated_next(trainer: L.Trainer, batch_idx: int) -> bool:
+def is_validated_next(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Return whether a validation follows this micro-batch (not for intervals of time, which nobody knows ahead)."""
     every = trainer.val_check_batch
     return bool(trainer.enable_validation and every and math.isfinite(every) and (batch_idx + 1) % every == 0)

@@ -45,6 +45,7 @@ def test_ten_steps_and_ten_more_equal_twenty(uninterrupted, tmp_path, step):
     assert state_of(folder / "checkpoints" / "last.ckpt")["step"] == step
     assert resume(folder) == folder
     assert_identical(state_of(folder / "checkpoints" / "last.ckpt"), uninterrupted)
+    assert [step for step, row in logged(folder).items() if "val/loss" in row] == [10, 20]
 
 
 def test_loader_workers_run_ahead_without_losing_samples(uninterrupted, tmp_path):
