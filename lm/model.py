@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lm.cache import KeyValueCache, LayerCache
 from lm.moe import MoE, MoEConfig, Routing
 from moa import FFNConfig
 
@@ -89,13 +90,20 @@ class Attention(nn.Module):
         self.o = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(
-        self, x_BLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
+        self,
+        x_BLD: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         q, k, v = (
             projection(x_BLD).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
             for projection in (self.q, self.k, self.v)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.extend(k, v)
         out_BHLK = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.o(out_BHLK.transpose(1, 2).flatten(-2))
 
@@ -115,9 +123,14 @@ class Block(nn.Module):
         self.ffn: nn.Module = config.ffn.build(d) if moe is None else MoE(moe, config.ffn, d)
 
     def forward(
-        self, x_BLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
+        self,
+        x_BLD: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: LayerCache | None = None,
     ) -> tuple[torch.Tensor, Routing | None]:
-        x_BLD = x_BLD + self.attn(self.attn_norm(x_BLD), cos, sin, mask)
+        x_BLD = x_BLD + self.attn(self.attn_norm(x_BLD), cos, sin, mask, cache)
         out = self.ffn(self.ffn_norm(x_BLD))
         out_BLD, routing = out if isinstance(self.ffn, MoE) else (out, None)
         return x_BLD + out_BLD, routing
@@ -162,28 +175,54 @@ class Llama(nn.Module):
         nn.init.normal_(self.head.weight, std=std)
 
     def forward(
-        self, tokens_BL: torch.Tensor, segments_BL: torch.Tensor | None = None, *, with_routing: bool = False
+        self,
+        tokens_BL: torch.Tensor,
+        segments_BL: torch.Tensor | None = None,
+        *,
+        cache: KeyValueCache | None = None,
+        with_routing: bool = False,
     ) -> Any:
-        """Return the logits of the next token, (B, L, V).
+        """Return the logits of the next token, (B, L, V); arguments as in `hidden`.
+
+        Args:
+            with_routing: return (logits, routing) instead.
+        """
+        x_BLD, routing = self.hidden(tokens_BL, segments_BL, cache)
+        logits = self.head(x_BLD)
+        return (logits, routing) if with_routing else logits
+
+    def hidden(
+        self, tokens_BL: torch.Tensor, segments_BL: torch.Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> tuple[torch.Tensor, Routing | None]:
+        """Return what the head reads, (B, L, D), and what the routers did, one row a layer; None without experts.
 
         Args:
             tokens_BL: token ids.
             segments_BL: number of each token's document; attention and positions then stay within a document.
-            with_routing: return (logits, routing) instead: what the routers did, one row a layer; None without experts.
+            cache: the tokens before these, which attention sees as well; these are added to it. Either all calls with
+                a cache give segments, or none does.
         """
-        if segments_BL is None:
-            positions, mask = torch.arange(tokens_BL.shape[1], device=tokens_BL.device), None
-        else:
-            positions, mask = document_positions(segments_BL)[:, None], document_mask(segments_BL)
-        cos, sin = rotary_tables(positions, self.config.head_size, self.config.rope_base)
+        cos, sin, mask = self._positions_and_mask(tokens_BL, segments_BL, cache)
         x_BLD, layers = self.embed(tokens_BL), []
-        for block in self.blocks:
-            x_BLD, routing = block(x_BLD, cos, sin, mask)
+        for index, block in enumerate(self.blocks):
+            x_BLD, routing = block(x_BLD, cos, sin, mask, None if cache is None else cache.layers[index])
             layers.append(routing)
-        logits = self.head(self.norm(x_BLD))
-        if not with_routing:
-            return logits
-        return logits, None if self.config.moe is None else Routing(*map(torch.stack, zip(*layers, strict=True)))
+        routing = None if self.config.moe is None else Routing(*map(torch.stack, zip(*layers, strict=True)))
+        return self.norm(x_BLD), routing
+
+    def _positions_and_mask(
+        self, tokens_BL: torch.Tensor, segments_BL: torch.Tensor | None, cache: KeyValueCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the rotation of each new token, and which tokens it sees; None: all before it."""
+        past, length = (0 if cache is None else cache.length), tokens_BL.shape[1]
+        if segments_BL is None:
+            positions = torch.arange(past, past + length, device=tokens_BL.device)
+            mask = None if past == 0 else tokens_BL.new_ones(length, past + length, dtype=torch.bool).tril(past)
+        else:
+            segments_BL = segments_BL if cache is None else cache.add_segments(segments_BL)
+            positions = document_positions(segments_BL)[:, None, past:]
+            mask = document_mask(segments_BL)[:, :, past:]
+        return *rotary_tables(positions, self.config.head_size, self.config.rope_base), mask
 
 
 def document_positions(segments_BL: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
 import moa
+from lm.cache import KeyValueCache
 from lm.model import Llama, LlamaConfig, document_mask, document_positions, flops_per_token, num_parameters
 from moa import FFNConfig
 
@@ -184,3 +185,18 @@ def test_impossible_sizes_are_one_line(changes, message):
     with pytest.raises(ValueError, match=message) as error:
         tiny(**changes)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("with_segments", [False, True])
+def test_in_pieces_through_a_cache_the_logits_are_those_of_the_whole(with_segments):
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=2)).double().eval()
+    tokens = torch.randint(0, 50, (3, 12))
+    # Each row changes its document elsewhere: in a piece, between two, and as left padding would.
+    segments = torch.tensor([[0] * 5 + [1] * 7, [0] * 8 + [1] * 4, [-1] * 2 + [0] * 10]) if with_segments else None
+    cache, pieces = KeyValueCache(2, capacity=12), []
+    for start, end in [(0, 1), (1, 8), (8, 9), (9, 12)]:
+        pieces.append(model(tokens[:, start:end], None if segments is None else segments[:, start:end], cache=cache))
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens, segments), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="13 tokens do not fit into a cache for 12"):
+        model(tokens[:, :1], None if segments is None else segments[:, -1:], cache=cache)
