@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from moa.activations import ACTIVATIONS
-from moa.convertible import check_layer, check_model, find_holders
+from moa.conversion.checks import Settings, check_layer, check_model, check_options, find_holders
+from moa.conversion.find import Where, find_ffns
+from moa.conversion.preserve import Opening, find_opening, relative_error, set_open
+from moa.conversion.recognise import FoundFFN
 from moa.ffn import FeedForward, build_ffn
-from moa.preserve import OPEN, Opening, find_opening, relative_error, set_open
-from moa.registry import DEFAULT_GATE, Kind, find_kind
-from moa.structure import FoundFFN, Where, find_ffns
+from moa.registry import DEFAULT_GATE
 
-INITS = ("preserve", "fresh")
 TOLERANCE = 1e-4
 
 
@@ -56,10 +56,10 @@ class Conversion:
         return max(row.error for row in self.replaced)
 
     def __str__(self) -> str:
-        kept = f"outputs kept to {self.error:.1e} in each" if self.init == "preserve" else "fresh mixing weights"
-        lines = [
-            f"{len(self.replaced)} feed-forward layers are now {self.kind}, {kept}; {self.added:,} parameters added"
-        ]
+        n = len(self.replaced)
+        kept = f"each keeps its outputs to {self.error:.1e}" if self.error > 0 else "each keeps its outputs"
+        weights = kept if self.init == "preserve" else "fresh mixing weights"
+        lines = [f"{self.kind} in {n} feed-forward layer{'s' * (n > 1)}, {self.added:,} parameters added; {weights}"]
         width = max(len(row.name) for row in self.replaced)
         for row in self.replaced:
             shared = f", in {row.places} places" if row.places > 1 else ""
@@ -67,16 +67,6 @@ class Conversion:
             lines.append(f"  {row.name:<{width}}  {row.old_class} ({row.activation}), {sizes}, +{row.added:,}{shared}")
         lines += [f"left: {name}: {reason}" for name, reason in self.left.items()]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _Settings:
-    row: Kind
-    activations: tuple[str, ...]
-    gate: str
-    gate_bias: bool
-    preserve: bool
-    shut: float | None
 
 
 def convert(
@@ -109,8 +99,8 @@ def convert(
 
     `init="preserve"` keeps the function of the model, so that a checkpoint can go on training:
 
-    - LA kinds: one coefficient is 1 and the others are 0, and the outputs are the same to the last bit (unless an
-      activation overflows in float16: 0 times infinity).
+    - LA kinds: one coefficient is 1 and the others are 0, and the outputs are the same to the last bit (to rounding
+      where a fused weight was split; not where an activation overflows in float16: 0 times infinity).
     - MoA kinds: all gate rows u, v start at 0, so that gates do not depend on the token at first; biases open one gate
       and shut the others. The open gates weigh 1/2 (1/4 over both branches of `bi-moa`; about 1 with softmax), by
       whose inverse the output projection is multiplied, in place.
@@ -130,7 +120,8 @@ def convert(
         model: any module that has feed-forward layers; not yet compiled, wrapped or sharded.
         kind: one of `kinds()`.
         activations: the dictionary, as in `build_ffn`; to be preserved, a layer's activation has to be in it (for a
-            Type-II kind usually `id` as well).
+            Type-II kind usually `id` as well). `gelu` is the exact one: its tanh approximation differs by 5e-4 and
+            QuickGELU by 2e-2, so they count as others, which can be added to `moa.ACTIVATIONS`.
         gate: phi of a MoA kind.
         gate_bias: whether gates have biases. None: those of MoA kinds do for "preserve", which needs them.
         init: "preserve" or "fresh".
@@ -145,7 +136,7 @@ def convert(
             converted (other type than the kind's, an activation that the kind does not contain, quantised, adapted,
             hooked, tied, sharded, on the meta device, a mixture of experts, already converted), or an option is wrong.
     """
-    settings = _check_options(kind, activations, gate, gate_bias, init, shut)
+    settings = check_options(kind, activations, gate, gate_bias, init, shut)
     check_model(model)
     found, left = find_ffns(model, where)
     if not found:
@@ -195,7 +186,7 @@ class _Plan:
         return Replacement(self.ffn.name, places, old_class, self.ffn.activation, d, hidden, added, self.error)
 
 
-def _plan(ffn: FoundFFN, settings: _Settings) -> _Plan:
+def _plan(ffn: FoundFFN, settings: Settings) -> _Plan:
     gate, up = _split(ffn)
     assert isinstance(ffn.down, nn.Linear)
     layer = build_ffn(
@@ -231,12 +222,12 @@ def _plan(ffn: FoundFFN, settings: _Settings) -> _Plan:
     return _Plan(ffn, layer, projections, 1 / weight, error)
 
 
-def _opening(ffn: FoundFFN, settings: _Settings) -> Opening:
+def _opening(ffn: FoundFFN, settings: Settings) -> Opening:
     formula = f"{ffn.activation}(W1 x)" + (" * W2 x" if ffn.up is not None else "")
     if ffn.activation not in ACTIVATIONS:
         raise ValueError(
-            f"{ffn.title} computes {formula}, and moa has no activation {ffn.activation}: "
-            f"add it to moa.ACTIVATIONS and to activations=, or use init='fresh'"
+            f"{ffn.title} computes {formula}, and {ffn.activation} is none of moa's activations (its gelu is the exact "
+            f"one): add it to moa.ACTIVATIONS and to activations=, or use init='fresh'"
         )
     opening = find_opening(settings.row.name, settings.activations, ffn.activation)
     if opening is None:
@@ -267,26 +258,3 @@ def _split(ffn: FoundFFN) -> tuple[nn.Linear, nn.Linear | None]:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _check_options(
-    kind: str,
-    activations: str | Sequence[str] | None,
-    gate: str,
-    gate_bias: bool | None,
-    init: str,
-    shut: float | None,
-) -> _Settings:
-    row = find_kind(kind)
-    if init not in INITS:
-        raise ValueError(f"unknown init {init!r}; valid: {', '.join(INITS)}")
-    preserve, mixes = init == "preserve", row.family == "moa"
-    row.check_gate(gate, bool(gate_bias))
-    if preserve and mixes and gate not in OPEN:
-        raise ValueError(f"init='preserve' cannot open and shut the gate {gate!r}; those it can: {', '.join(OPEN)}")
-    if preserve and mixes and gate_bias is False:
-        raise ValueError("init='preserve' needs gate_bias: without biases no gate can be open for every token")
-    if shut is not None and not (preserve and mixes and gate != "tanh"):
-        raise ValueError("shut= applies to sigmoid and softmax gates of MoA kinds with init='preserve' only")
-    bias = preserve and mixes if gate_bias is None else gate_bias
-    return _Settings(row, row.find_activations(activations), gate, bias, preserve, shut)

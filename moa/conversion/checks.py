@@ -1,11 +1,16 @@
 """What cannot be converted, and why: everything here is asked before a model is changed."""
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from moa.conversion.preserve import OPEN
+from moa.conversion.recognise import FoundFFN
 from moa.registry import Kind, find_kind, kinds
-from moa.structure import FoundFFN
+
+INITS = ("preserve", "fresh")
 
 Holders = dict[tuple[str, int], set[tuple[int, str]]]
 
@@ -18,6 +23,42 @@ WRAPPERS = {
     "FullyShardedDataParallel": "sharded",
     "FSDPModule": "sharded",
 }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `moa.convert`, filled in."""
+
+    row: Kind
+    activations: tuple[str, ...]
+    gate: str
+    gate_bias: bool
+    preserve: bool
+    shut: float | None
+
+
+def check_options(
+    kind: str,
+    activations: str | Sequence[str] | None,
+    gate: str,
+    gate_bias: bool | None,
+    init: str,
+    shut: float | None,
+) -> Settings:
+    """Returns the options of `moa.convert` with defaults filled in; raises ValueError if they do not go together."""
+    row = find_kind(kind)
+    if init not in INITS:
+        raise ValueError(f"unknown init {init!r}; valid: {', '.join(INITS)}")
+    preserve, mixes = init == "preserve", row.family == "moa"
+    row.check_gate(gate, bool(gate_bias))
+    if preserve and mixes and gate not in OPEN:
+        raise ValueError(f"init='preserve' cannot open and shut the gate {gate!r}; those it can: {', '.join(OPEN)}")
+    if preserve and mixes and gate_bias is False:
+        raise ValueError("init='preserve' needs gate_bias: without biases no gate can be open for every token")
+    if shut is not None and not (preserve and mixes and gate != "tanh"):
+        raise ValueError("shut= applies to sigmoid and softmax gates of MoA kinds with init='preserve' only")
+    bias = preserve and mixes if gate_bias is None else gate_bias
+    return Settings(row, row.find_activations(activations), gate, bias, preserve, shut)
 
 
 def check_model(model: nn.Module) -> None:
@@ -62,7 +103,12 @@ def check_layer(ffn: FoundFFN, row: Kind, holders: Holders) -> None:
         shape = {1: "Type-I, W2 sigma(W1 x)", 2: "Type-II, W3 (sigma(W1 x) * W2 x)"}
         takers = [kind for kind in kinds() if find_kind(kind).projections == ffn.projections]
         wrong_type = f"{ffn.title} is {shape[ffn.projections]}, and {row.name!r} is not"
-        raise ValueError(f"{wrong_type}; kinds that are: {', '.join(takers)}")
+        raise ValueError(f"{wrong_type}; kinds that are: {', '.join(takers)}; where= can leave it out")
+    if ffn.stray_drop > 0:
+        raise ValueError(
+            f"{ffn.title} drops with p={ffn.stray_drop} elsewhere than once before its last Linear layer, where moa's "
+            f"layers have no dropout: set that p to 0 first"
+        )
     reason = next((reason for module in ffn.module.modules() if (reason := _attachment(module))), None)
     for linear in (ffn.gate, ffn.up, ffn.down):
         reason = reason or (None if linear is None else _unusable(linear, ffn.down, holders))

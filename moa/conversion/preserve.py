@@ -91,7 +91,7 @@ def relative_error(layer: FeedForward, w1: nn.Linear, w2: nn.Linear | None, down
     replaces. In float32, so that it measures the gates that are not quite shut and not the rounding of the model.
     """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(32, w1.in_features, generator=generator, device="cpu").to(down.weight.device)
+    x = torch.randn(16, w1.in_features, generator=generator, device="cpu").to(down.weight.device)
     y, z = _apply(w1, x), None if w2 is None else _apply(w2, x)
     twin = copy.deepcopy(layer).float()
     weights = twin.mixing_weights(x)
