@@ -65,8 +65,16 @@ def recognise(name: str, module: nn.Module) -> FoundFFN | str | None:
     others += [key for key, value in (*module._parameters.items(), *module._buffers.items()) if value is not None]
     if others:
         return f"holds more than Linear layers and an activation: {', '.join(others)}"
-    outcomes = [_rehearse(name, module, linears, d) for d in widths]
-    return next((outcome for outcome in outcomes if isinstance(outcome, FoundFFN)), outcomes[0])
+    reason: str | None = None
+    for d in widths:
+        try:
+            outcome = _rehearse(name, module, linears, d)
+        except _OtherWidth:  # the layers run in another order
+            continue
+        if isinstance(outcome, FoundFFN):
+            return outcome
+        reason = reason or outcome
+    return reason or "is not a feed-forward layer: its Linear layers do not follow each other as in one"
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -105,6 +113,10 @@ class _Call:
     output: Tensor
 
 
+class _OtherWidth(Exception):
+    """A Linear layer was given an input of another width than its own."""
+
+
 class _StandIn(nn.Module):
     """Notes what it is given; a stand-in for a Linear layer answers with numbers of our own."""
 
@@ -120,7 +132,7 @@ class _StandIn(nn.Module):
         if is_linear(original):
             d, width = features(original)
             if x.shape[-1] != d:
-                raise ValueError("another width")
+                raise _OtherWidth
             output = _numbers((*x.shape[:-1], width), seed=1 + len(self.calls))
         # Copies: an activation may work in place.
         self.calls.append(_Call(original, x.clone(), output.clone()))
@@ -128,7 +140,7 @@ class _StandIn(nn.Module):
 
 
 def _numbers(shape: tuple[int, ...], seed: int) -> Tensor:
-    """(1, tokens, width): where activations bend, and in every eighth token also where a clipped one would show."""
+    """(.., tokens, width): where activations bend, and in every eighth token also where a clipped one would show."""
     generator = torch.Generator().manual_seed(seed)
     numbers = 12 * torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") - 6
     numbers[:, ::8] *= 10
@@ -153,6 +165,8 @@ def _rehearse(name: str, module: nn.Module, linears: dict[str, nn.Module], d: in
                 type(m).__name__: m for m in twin._modules.values() if m is not None and type(m) is not _StandIn
             }
             return _read(name, module, calls, x, output, own)
+    except _OtherWidth:
+        raise
     except Exception as error:  # somebody else's forward, called in a way it may not be meant for
         return f"is not a feed-forward layer: it does not run on one input of width {d} ({type(error).__name__})"
 

@@ -1,6 +1,7 @@
 """`moa.convert` on real models of timm and transformers, whose outputs before are the independent answer."""
 
 import copy
+import warnings
 
 import pytest
 import timm
@@ -26,6 +27,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.activations import QuickGELUActivation
 
 import moa
 
@@ -73,7 +75,7 @@ def logits(model):
 @pytest.fixture(scope="module")
 def vit():
     torch.manual_seed(0)
-    return timm.create_model("vit_small_patch16_224", img_size=32, depth=3).eval()
+    return timm.create_model("vit_small_patch16_224", img_size=32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -85,20 +87,16 @@ def test_a_timm_vit_keeps_its_outputs(vit):
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         before = vit(images)
-        for kind, gate, error in [
-            ("la", "sigmoid", 0),
-            ("gelu", "sigmoid", 0),
-            *[("moa", gate, 1e-4) for gate in GATES],
-        ]:
+        for kind, gate in [("la", "sigmoid"), ("gelu", "sigmoid"), *(("moa", gate) for gate in GATES)]:
             model = copy.deepcopy(vit)
             report = moa.convert(model, kind, gate=gate)
-            torch.testing.assert_close(model(images), before, rtol=0, atol=error)
-            assert [row.name for row in report.replaced] == [f"blocks.{n}.mlp" for n in range(3)]
+            torch.testing.assert_close(model(images), before, rtol=0, atol=1e-4 if kind == "moa" else 0)
+            assert [row.name for row in report.replaced] == [f"blocks.{n}.mlp" for n in range(12)]
             assert report.left == {}
             per_layer = {"gelu": 0, "la": 5, "moa": 5 * (384 + 1)}[kind]
-            assert [row.added for row in report.replaced] == 3 * [per_layer]
+            assert [row.added for row in report.replaced] == 12 * [per_layer]
             grown = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in vit.parameters())
-            assert report.added == grown == 3 * per_layer
+            assert report.added == grown == 12 * per_layer
 
 
 @pytest.mark.parametrize("kind", [*GATED_LA, "swiglu"])
@@ -129,7 +127,7 @@ def test_a_llama_keeps_its_logits_in_moa_kinds(llama, kind, gate):
     ("config", "model_class", "options", "kind"),
     [
         (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 2}, "bi-moa"),
-        (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}, "qd-moa"),
+        (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8, "num_key_value_heads": 2}, "qd-moa"),
         (MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2}, "one-moa"),
         (Phi3Config, Phi3ForCausalLM, {}, "qd-moa"),  # fused gate and up weights, which are split
         (LlamaConfig, LlamaForCausalLM, {"mlp_bias": True}, "qd-moa"),
@@ -344,8 +342,9 @@ def test_an_activation_added_to_moa_can_be_preserved():
 
 
 def quantised():
-    model = in_a_block(Mlp(8, 32))
-    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    with warnings.catch_warnings():  # it is on its way out of torch
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(in_a_block(Mlp(8, 32)), {nn.Linear})
 
 
 class Linear4bit(nn.Linear):
@@ -445,7 +444,8 @@ REFUSALS = {
         "moa",
         "computes gelu_tanh.W1 x., and gelu_tanh is none of moa's activations",
     ),
-    "QuickGELU": (lambda: in_a_block(Mlp(8, 32, act_layer=timm.layers.GELUTanh)), "moa", "computes gelu_tanh"),
+    "gelu_new": (lambda: language_model(GPTNeoXConfig, GPTNeoXForCausalLM, hidden_act="gelu_new"), "moa", "gelu_tanh"),
+    "QuickGELU": (lambda: in_a_block(Mlp(8, 32, act_layer=QuickGELUActivation)), "moa", "computes quick_gelu"),
     "a clipped activation": (
         lambda: in_a_block(Mlp(8, 32, act_layer=nn.ReLU6)),
         "moa",
@@ -482,7 +482,7 @@ def test_one_layer_that_cannot_be_converted_leaves_the_others_as_they_were():
     good, bad = Mlp(8, 32), Mlp(8, 32, act_layer=nn.Tanh)
     model = nn.Sequential(in_a_block(good), in_a_block(bad))
     weight = good.fc2.weight.detach().clone()
-    with pytest.raises(ValueError, match="1.0.ffn .Mlp. computes tanh"):
+    with pytest.raises(ValueError, match=r"1.0.ffn \(Mlp\) computes tanh"):
         moa.convert(model, "moa")
     assert model[0][0].ffn is good
     assert torch.equal(good.fc2.weight, weight)
@@ -525,13 +525,13 @@ def test_shut_trades_exactness_for_trainability():
 
 
 def test_a_registered_kind_is_tried_like_any_other():
-    @moa.register("doubled", family="la", projections=1, activations=("relu", "gelu"))
-    def doubled(y, z, weights, activations):
-        return 2 * sum(weights["pi"][k] * moa.ACTIVATIONS[name](y) / 2 for k, name in enumerate(activations))
+    @moa.register("backward", family="la", projections=1, activations=("relu", "gelu"))
+    def backward(y, z, weights, activations):
+        return sum(weights["pi"][-1 - k] * moa.ACTIVATIONS[name](y) for k, name in enumerate(activations))
 
     @moa.register("halved", family="la", projections=1, activations=("relu", "gelu"))
     def halved(y, z, weights, activations):
-        return doubled(y, z, weights, activations) / 2
+        return backward(y, z, weights, activations) / 2
 
     try:
         model = in_a_block(Mlp(8, 32))
@@ -539,8 +539,9 @@ def test_a_registered_kind_is_tried_like_any_other():
         before = model(x)
         with pytest.raises(ValueError, match="'halved' over relu, gelu does not contain"):
             moa.convert(model, "halved")
-        moa.convert(model, "doubled")
+        moa.convert(model, "backward")
+        assert model[0].ffn.alpha.tolist() == [1, 0]
         torch.testing.assert_close(model(x), before)
     finally:
-        for name in ("doubled", "halved"):
+        for name in ("backward", "halved"):
             moa.registry._KINDS.pop(name)
