@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moa.activations import ACTIVATIONS
-from moa.conversion.checks import Settings, check_layer, check_model, check_options, find_holders
+from moa.conversion.checks import Settings, check_layer, check_model, check_options, find_holders, nothing_found
 from moa.conversion.find import Where, find_ffns
 from moa.conversion.preserve import Opening, find_opening, relative_error, set_open
 from moa.conversion.recognise import FoundFFN
@@ -65,7 +65,11 @@ class Conversion:
             shared = f", in {row.places} places" if row.places > 1 else ""
             sizes = f"{row.in_features} -> {row.hidden_features} -> {row.in_features}"
             lines.append(f"  {row.name:<{width}}  {row.old_class} ({row.activation}), {sizes}, +{row.added:,}{shared}")
-        lines += [f"left: {name}: {reason}" for name, reason in self.left.items()]
+        alike: dict[str, list[str]] = defaultdict(list)
+        for name, reason in self.left.items():
+            alike[reason].append(name)
+        for reason, (first, *more) in alike.items():
+            lines.append(f"left: {first}{f' and {len(more)} more' if more else ''}: {reason}")
         return "\n".join(lines)
 
 
@@ -140,9 +144,7 @@ def convert(
     check_model(model)
     found, left = find_ffns(model, where)
     if not found:
-        reasons = "; ".join(f"{name} {reason}" for name, reason in list(left.items())[:2])
-        nothing = "no module holds two Linear layers d -> D -> d, or three, with an activation between them"
-        raise ValueError(f"no feed-forward layer to convert in {type(model).__name__}: {reasons or nothing}")
+        raise ValueError(nothing_found(model, left))
     holders = find_holders(model)
     for ffn in found:
         check_layer(ffn, settings.row, holders)

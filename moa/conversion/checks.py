@@ -73,6 +73,16 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def nothing_found(model: nn.Module, left: dict[str, str]) -> str:
+    """Returns the error for a model in which `find_ffns` found nothing to replace."""
+    message = f"no feed-forward layer to convert in {type(model).__name__}"
+    if not left:
+        return f"{message}: no module holds two Linear layers d -> D -> d, or three, with an activation between them"
+    # Attention has fitting Linear layers too, but needs more than one input: it is the least telling.
+    name, reason = min(left.items(), key=lambda item: "does not run" in item[1])
+    return f"{message}; what comes closest, {name or 'the model itself'}, {reason}"
+
+
 def find_holders(model: nn.Module) -> Holders:
     """Returns who holds each module (parent, key) and each parameter's memory (module, key).
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moa.activations import ACTIVATIONS
-from moa.ffn import GATE_NAMES, FeedForward, build_ffn
+from moa.ffn import COEFFICIENT_NAMES, GATE_NAMES, FeedForward, build_ffn
 from moa.gates import find_gate
 from moa.registry import find_kind
 
@@ -68,10 +68,10 @@ def set_open(layer: FeedForward, opening: Opening, shut: float | None = None) ->
     Args:
         shut: the logit of the gates that are shut; None for `SHUT`.
     """
-    for name, coefficients in layer.coefficients().items():
-        slot = {"alpha": "pi", "beta": "rho"}[name]
-        coefficients.copy_(_one_hot(coefficients.numel(), opening.index[slot]))
     if layer.gate is None:
+        for slot, index in opening.index.items():
+            coefficients: nn.Parameter = getattr(layer, COEFFICIENT_NAMES[slot])
+            coefficients.copy_(_one_hot(coefficients.numel(), index))
         return 1.0
     weight = 1.0
     for slot, index in opening.index.items():
