@@ -7,6 +7,7 @@
     ffn.gates(x)                    # {"pi": (..., 10)}, named by ffn.gate_labels()
     moa.kinds()                     # every name that build_ffn knows; moa.register adds one
     moa.timm_mlp("qd-moa")          # a class for timm's mlp_layer=
+    moa.convert(model, "qd-moa")    # replaces the feed-forward layers of any model, keeping its function
 
 Pure torch. `moa.mixing` is the reference, to be read beside equations (1) to (10) of "More Expressive Feedforward
 Layers: Part I. Token-Adaptive Mixing of Activations" (arXiv 2605.26647).
@@ -14,6 +15,7 @@ Layers: Part I. Token-Adaptive Mixing of Activations" (arXiv 2605.26647).
 
 from moa.activations import ACTIVATIONS, LETTERS, parse_activations
 from moa.config import FFNConfig
+from moa.convert import Conversion, Replacement, convert
 from moa.counts import flops_per_token, num_parameters, num_projection_parameters
 from moa.ffn import COEFFICIENT_NAMES, GATE_NAMES, FeedForward, build_ffn
 from moa.gates import GATES, find_gate
@@ -26,9 +28,12 @@ __all__ = [
     "GATES",
     "GATE_NAMES",
     "LETTERS",
+    "Conversion",
     "FFNConfig",
     "FeedForward",
+    "Replacement",
     "build_ffn",
+    "convert",
     "default_activations",
     "find_gate",
     "find_kind",

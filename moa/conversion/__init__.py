@@ -1,0 +1,1 @@
+"""The parts of `moa.convert`: finding feed-forward layers, refusing some, starting a mixture from their function."""
