@@ -49,6 +49,7 @@ class LanguageModule(PretrainModule):
         "init_std",
         "ffn.gate_init_std",
         "ffn.coefficient_init",
+        "ffn.implementation",
         "moe.balance_loss",
         "moe.z_loss",
         "moe.bias_update_rate",

@@ -337,6 +337,7 @@ class Experts(nn.Module):
         self.kind = ffn.kind
         self.mixing = kind.mixing
         self.activations = kind.find_activations(ffn.activations)
+        self.implementation = ffn.implementation
         self.labels = kind.labels(self.activations)
         self.gate = ffn.gate if kind.family == "moa" else None
         self.own_mix = own_mix
@@ -367,7 +368,7 @@ class Experts(nn.Module):
         z_NF = self._linear("w2", x_ND, groups) if "w3" in self._projections else None
         weights = self.mixing_weights(x_ND, groups) if weights is None else weights
         weights = {slot: weight.to(y_NF.dtype) for slot, weight in weights.items()}
-        h_NF = self.mixing(y_NF, z_NF, weights, self.activations)
+        h_NF = moa.fused.apply(self.mixing, y_NF, z_NF, weights, self.activations, self.implementation)
         return self._linear("w2" if z_NF is None else "w3", h_NF, groups)
 
     def mixing_weights(self, x_ND: Tensor, groups: Groups) -> dict[str, Tensor]:

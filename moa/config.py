@@ -43,6 +43,9 @@ class FFNConfig:
     coefficient_init: float = 0.5
     """Initial value of every coefficient of learnable activations."""
 
+    implementation: str = "auto"
+    """How a mixture is computed: auto, reference, torch, inductor or triton; see moa.fused."""
+
     def __post_init__(self) -> None:
         self.build(2, hidden_features=1 if self.hidden_features is None else self.hidden_features, device="meta")
         if self.gate_init_std is not None and not 0 <= self.gate_init_std < math.inf:
@@ -63,6 +66,7 @@ class FFNConfig:
             gate_bias=self.gate_bias,
             bias=self.bias,
             device=device,
+            implementation=self.implementation,
         )
 
     @torch.no_grad()

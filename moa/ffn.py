@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moa import fused
 from moa.gates import find_gate
 from moa.registry import DEFAULT_GATE, find_kind
 
@@ -24,7 +25,8 @@ class FeedForward(nn.Module):
     - MoA kinds: `u` and, bi-sided, `v`, one row of length d for each activation or pair.
 
     Attributes:
-        kind, activations (names), gate (a name, None without gates), in_features, hidden_features, out_features.
+        kind, activations (names), gate (a name, None without gates), implementation, in_features, hidden_features,
+        out_features.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class FeedForward(nn.Module):
         gate_bias: bool = False,
         bias: bool = False,
         drop: float = 0.0,
+        implementation: str = "auto",
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -53,6 +56,8 @@ class FeedForward(nn.Module):
         self.out_features = in_features if out_features is None else out_features
         check_sizes(self.in_features, self.hidden_features, self.out_features)
         self._mixing = table_row.mixing
+        fused.check_implementation(implementation, kind, self._mixing, self.activations)
+        self.implementation = implementation
         self._labels = table_row.labels(self.activations)
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -84,7 +89,7 @@ class FeedForward(nn.Module):
         """The hidden activation (..., D) from the branches y and z, both (..., D), as `moa.mixing` defines it."""
         if self._mixing is None:
             raise NotImplementedError(f"{type(self).__name__}, the layer of kind {self.kind!r}, must define mix()")
-        return self._mixing(y, z, weights, self.activations)
+        return fused.apply(self._mixing, y, z, weights, self.activations, self.implementation)
 
     def mixing_weights(self, x: Tensor) -> dict[str, Tensor]:
         """What `mix` reads, "pi" and, bi-sided, "rho": each token's gates (..., rows), or coefficients (rows,)."""
@@ -162,6 +167,7 @@ def build_ffn(
     drop: float = 0.0,
     device: Any = None,
     dtype: torch.dtype | None = None,
+    implementation: str = "auto",
 ) -> FeedForward:
     """Builds a feed-forward layer, (..., in_features) -> (..., out_features).
 
@@ -180,6 +186,8 @@ def build_ffn(
             in timm's Mlp.
         device: where the parameters are made; on "meta", follow with `to_empty(...)` and `reset_parameters()`.
         dtype: of the parameters.
+        implementation: how the mixture is computed: "auto", "reference", "torch", "inductor" or "triton"; see
+            `moa.fused`.
 
     Raises:
         ValueError: an unknown kind, activation or gate (with the valid ones), an option that does not apply to the
@@ -196,6 +204,7 @@ def build_ffn(
         gate_bias=gate_bias,
         bias=bias,
         drop=drop,
+        implementation=implementation,
         device=device,
         dtype=dtype,
     )

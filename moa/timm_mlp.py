@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from moa.ffn import FeedForward
+from moa.fused import check_implementation
 from moa.registry import DEFAULT_GATE, find_kind, hidden_features
 
 
@@ -18,6 +19,7 @@ def timm_mlp(
     gate_bias: bool = False,
     bias: bool | None = None,
     drop: float | None = None,
+    implementation: str = "auto",
 ) -> type[FeedForward]:
     """A class to pass to timm: `VisionTransformer(mlp_layer=moa.timm_mlp("qd-moa"))`.
 
@@ -33,7 +35,7 @@ def timm_mlp(
     timm's own initialisation applies: it reaches every projection and gate as an `nn.Linear`, in each of its modes.
 
     Args:
-        kind, activations, gate, gate_bias: as in `build_ffn`.
+        kind, activations, gate, gate_bias, implementation: as in `build_ffn`.
         bias, drop: None to use what timm passes.
 
     Raises:
@@ -41,14 +43,22 @@ def timm_mlp(
     """
     row = find_kind(kind)
     row.check_gate(gate, gate_bias)
-    return _timm_class(kind, row.find_activations(activations), gate, gate_bias, bias, drop)
+    names = row.find_activations(activations)
+    check_implementation(implementation, kind, row.mixing, names)
+    return _timm_class(kind, names, gate, gate_bias, bias, drop, implementation)
 
 
 @cache
 def _timm_class(
-    kind: str, activations: tuple[str, ...], gate: str, gate_bias: bool, own_bias: bool | None, own_drop: float | None
+    kind: str,
+    activations: tuple[str, ...],
+    gate: str,
+    gate_bias: bool,
+    own_bias: bool | None,
+    own_drop: float | None,
+    implementation: str,
 ) -> type[FeedForward]:
-    arguments = (kind, activations, gate, gate_bias, own_bias, own_drop)
+    arguments = (kind, activations, gate, gate_bias, own_bias, own_drop, implementation)
     row = find_kind(kind)
     base: type[FeedForward] = row.layer or FeedForward
 
@@ -77,6 +87,7 @@ def _timm_class(
                 gate_bias=gate_bias,
                 bias=bias if own_bias is None else own_bias,
                 drop=drop if own_drop is None else own_drop,
+                implementation=implementation,
                 device=device,
                 dtype=dtype,
             )

@@ -51,7 +51,12 @@ class ViTFFNConfig(FFNConfig):
     def timm_layer(self) -> type[nn.Module]:
         """Return the class for timm's `mlp_layer`."""
         return moa.timm_mlp(
-            self.kind, activations=self.activations, gate=self.gate, gate_bias=self.gate_bias, bias=self.bias
+            self.kind,
+            activations=self.activations,
+            gate=self.gate,
+            gate_bias=self.gate_bias,
+            bias=self.bias,
+            implementation=self.implementation,
         )
 
     def timm_ratio(self, d: int, hidden: int) -> float:

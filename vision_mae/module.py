@@ -74,6 +74,7 @@ class MaskedAutoencoderModule(PretrainModule):
         "norm_pixel_loss",
         "ffn.gate_init_std",
         "ffn.coefficient_init",
+        "ffn.implementation",
     )
 
     def __init__(

@@ -200,3 +200,28 @@ def test_in_pieces_through_a_cache_the_logits_are_those_of_the_whole(with_segmen
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens, segments), rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="13 tokens do not fit into a cache for 12"):
         model(tokens[:, :1], None if segments is None else segments[:, -1:], cache=cache)
+
+
+@pytest.mark.parametrize("kind", ["moa", "one-moa", "bi-moa", "qd-moa"])
+def test_trained_with_the_fused_mixture_the_losses_are_those_of_the_reference(kind):
+    generator = torch.Generator().manual_seed(0)
+    batches = (
+        torch.randint(0, 64, (50, 4, 17), generator=generator) // 4 * 4
+    )  # a quarter of the ids: something to learn
+
+    def losses(implementation):
+        torch.manual_seed(0)
+        model = Llama(tiny(kind, ffn=FFNConfig(kind, implementation=implementation)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        found = []
+        for batch in batches:
+            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    found = losses("auto")
+    assert found[-1] < found[0] - 1
+    assert found == pytest.approx(losses("reference"), abs=1e-3)

@@ -1,0 +1,1 @@
+"""Implementations of the fused mixture; `moa.fused` chooses among them."""
