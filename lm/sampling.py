@@ -57,7 +57,8 @@ def generate(
     check_settings(n_tokens, temperature, top_k, top_p, seed, max_length)
     if end is None and not all(map(len, prompts)):
         raise UserError("a prompt is empty, and there is no end-of-text token to start from")
-    sequences = [list(prompt[-max_length:]) or [end or 0] for prompt in prompts]
+    start = [] if end is None else [end]
+    sequences = [list(prompt)[-max_length:] or start.copy() for prompt in prompts]
     lengths = [len(sequence) for sequence in sequences]
     noise_BN = torch.tensor(np.array([row_noise(seed, first_row + row, n_tokens) for row in range(len(prompts))]))
     contexts = CachedContexts(model, max_length, n_tokens) if use_cache else Contexts(model, max_length)
