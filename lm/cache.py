@@ -3,7 +3,11 @@
 Shapes as in `lm.model`: B batch, H heads, L length, K head size.
 """
 
+from collections.abc import Sequence
+
 import torch
+
+PADDING = -1  # the segment of what stands before a sequence that is shorter than others
 
 
 class LayerCache:
@@ -12,21 +16,35 @@ class LayerCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
+        self.buffers: list[torch.Tensor] = []  # keys and values, once their shape is known
 
     def extend(self, k_BHLK: torch.Tensor, v_BHLK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the keys and values of new tokens; return those of all tokens so far."""
         start, end = self.length, self.length + k_BHLK.shape[2]
         if end > self.capacity:
             raise ValueError(f"{end} tokens do not fit into a cache for {self.capacity}")
-        if self.keys is None or self.values is None:
+        if not self.buffers:
             shape = (*k_BHLK.shape[:2], self.capacity, k_BHLK.shape[3])
-            self.keys, self.values = k_BHLK.new_empty(shape), v_BHLK.new_empty(shape)
-        self.keys[:, :, start:end] = k_BHLK
-        self.values[:, :, start:end] = v_BHLK
+            self.buffers = [k_BHLK.new_empty(shape), v_BHLK.new_empty(shape)]
+        for buffer, new in zip(self.buffers, (k_BHLK, v_BHLK), strict=True):
+            buffer[:, :, start:end] = new
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        keys, values = (buffer[:, :, :end] for buffer in self.buffers)
+        return keys, values
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """See `KeyValueCache`, here and below."""
+        self.buffers = [buffer[rows] for buffer in self.buffers]
+
+    def keep_last(self, n_tokens: int) -> None:
+        for buffer in self.buffers:
+            buffer[:, :, :n_tokens] = buffer[:, :, self.length - n_tokens : self.length].clone()
+        self.length = n_tokens
+
+    def replace(self, rows: Sequence[int], other: "LayerCache") -> None:
+        start = self.length - other.length
+        for buffer, theirs in zip(self.buffers, other.buffers, strict=True):
+            buffer[rows, :, start : self.length] = theirs[:, :, : other.length]
 
 
 class KeyValueCache:
@@ -51,3 +69,29 @@ class KeyValueCache:
         old = [] if self.segments_BL is None else [self.segments_BL]
         self.segments_BL = torch.cat((*old, segments_BL), dim=1)
         return self.segments_BL
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Forget all sequences but these."""
+        for layer in self.layers:
+            layer.keep_rows(rows)
+        if self.segments_BL is not None:
+            self.segments_BL = self.segments_BL[rows]
+
+    def keep_last(self, n_tokens: int) -> None:
+        """Forget all but the last tokens of each sequence; only with segments, by which positions are counted."""
+        assert self.segments_BL is not None
+        for layer in self.layers:
+            layer.keep_last(n_tokens)
+        self.segments_BL = self.segments_BL[:, -n_tokens:]
+
+    def replace(self, rows: Sequence[int], other: "KeyValueCache") -> None:
+        """Put the sequences of another cache, no longer than these, in the place of some, so that they end together.
+
+        What stands before them becomes padding. Only with segments.
+        """
+        assert self.segments_BL is not None
+        for layer, theirs in zip(self.layers, other.layers, strict=True):
+            layer.replace(rows, theirs)
+        start = self.length - other.length
+        self.segments_BL[rows, :start] = PADDING
+        self.segments_BL[rows, start:] = 0

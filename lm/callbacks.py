@@ -6,7 +6,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lm.sampling import sample
+from lm.sampling import generate
 
 
 class TextSamples(L.Callback):
@@ -29,9 +29,9 @@ class TextSamples(L.Callback):
         prompt = data.val_prompt(self.prompt_tokens)
         # Compiled blocks would be compiled again for every length.
         with torch.compiler.set_stance("force_eager"):
-            written = sample(
+            (written,) = generate(
                 pl_module.model,
-                prompt,
+                [prompt],
                 self.n_tokens,
                 n_vocab=data.tokenizer.n_vocab,
                 max_length=data.sequence_length,

@@ -8,6 +8,7 @@ from pretrain.cli import FinishedRun, config_folder, fit
 from pretrain.errors import command
 
 PROG = "python -m lm.fit"
+GENERATE = "python -m lm.generate"
 DESCRIPTION = "Pre-train a Llama with any feed-forward kind of moa. Without --config: a demo of a few minutes."
 
 
@@ -26,6 +27,7 @@ def run(args: list[str] | None = None) -> FinishedRun:
         if samples.latest:
             print(f"\nsample (after ⟶ the model's own words):\n{samples.latest}\n")
         finished.print_report()
+        print(f"let it write {GENERATE} --checkpoint {finished.folder} --prompt 'My fellow Americans'")
     return finished
 
 

@@ -181,14 +181,16 @@ class Llama(nn.Module):
         *,
         cache: KeyValueCache | None = None,
         with_routing: bool = False,
+        last_only: bool = False,
     ) -> Any:
         """Return the logits of the next token, (B, L, V); arguments as in `hidden`.
 
         Args:
             with_routing: return (logits, routing) instead.
+            last_only: give the logits at the last position alone, (B, 1, V).
         """
         x_BLD, routing = self.hidden(tokens_BL, segments_BL, cache)
-        logits = self.head(x_BLD)
+        logits = self.head(x_BLD[:, -1:] if last_only else x_BLD)
         return (logits, routing) if with_routing else logits
 
     def hidden(
@@ -221,7 +223,7 @@ class Llama(nn.Module):
         else:
             segments_BL = segments_BL if cache is None else cache.add_segments(segments_BL)
             positions = document_positions(segments_BL)[:, None, past:]
-            mask = document_mask(segments_BL)[:, :, past:]
+            mask = document_mask(segments_BL, past)
         return *rotary_tables(positions, self.config.head_size, self.config.rope_base), mask
 
 
@@ -233,10 +235,14 @@ def document_positions(segments_BL: torch.Tensor) -> torch.Tensor:
     return index - torch.where(starts, index, 0).cummax(dim=1).values
 
 
-def document_mask(segments_BL: torch.Tensor) -> torch.Tensor:
-    """Return which key (last axis) each query may see: earlier ones of its own document, (B, 1, L, L) bool."""
-    same = segments_BL[:, :, None] == segments_BL[:, None, :]
-    return same.tril()[:, None]
+def document_mask(segments_BL: torch.Tensor, past: int = 0) -> torch.Tensor:
+    """Return which key (last axis) each query may see: earlier ones of its own document, (B, 1, L - past, L) bool.
+
+    Args:
+        past: tokens at the start that are keys only.
+    """
+    same = segments_BL[:, past:, None] == segments_BL[:, None, :]
+    return same.tril(past)[:, None]
 
 
 def num_parameters(config: LlamaConfig, activated: bool = False) -> dict[str, int]:

@@ -25,6 +25,8 @@ RESUMABLE = ("global_step", "pytorch-lightning_version", "loops", "optimizer_sta
 def find_checkpoint(run_or_file: str | Path) -> Path:
     """Return the checkpoint file of a run folder (its last one) or the file itself.
 
+    A folder of runs, such as runs/lm_tiny, stands for the run in it that has saved last.
+
     Raises:
         UserError: if there is none.
     """
@@ -35,7 +37,13 @@ def find_checkpoint(run_or_file: str | Path) -> Path:
         last = path / "checkpoints" / LAST
         if last.is_file():
             return last
-        raise UserError(f"{path} holds no checkpoints/{LAST}: give the folder of a run that has saved, or a .ckpt file")
+        of_runs = sorted(path.glob(f"*/checkpoints/{LAST}"), key=lambda file: (file.stat().st_mtime_ns, file))
+        if of_runs:
+            return of_runs[-1]
+        raise UserError(
+            f"{path} holds no checkpoints/{LAST}, nor does a folder in it: give the folder of a run that has saved, "
+            "or a .ckpt file"
+        )
     raise UserError(f"{path} does not exist: give the folder of a run or a .ckpt file")
 
 

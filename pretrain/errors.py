@@ -1,11 +1,13 @@
 """Mistakes that the user can mend, told in one line."""
 
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
 
 EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # what a shell reports of a program that Ctrl-C ended
+CLOSED_PIPE_EXIT_CODE = 141  # and of one whose reader, such as `head`, has seen enough
 
 
 class UserError(Exception):
@@ -25,5 +27,8 @@ def command(main: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(INTERRUPTED_EXIT_CODE)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+            sys.exit(CLOSED_PIPE_EXIT_CODE)
 
     return run

@@ -71,7 +71,7 @@ def write_atomically(file: Path, text: str) -> None:
     """Write a text file so that a reader sees the old one or the new one, never a part."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(file.name + ".tmp")
-    unfinished.write_text(text)
+    unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, file)
 
 

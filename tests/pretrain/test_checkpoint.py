@@ -66,6 +66,18 @@ def test_a_run_folder_stands_for_its_last_checkpoint(tmp_path):
         find_checkpoint(tmp_path / "other")
 
 
+def test_a_folder_of_runs_stands_for_the_run_that_has_saved_last(tmp_path):
+    for name, saved in {"2026-01-01": 30, "2026-01-02": 20, "2026-01-03": None, "notes": None}.items():
+        folder = tmp_path / "runs" / name / "checkpoints"
+        folder.mkdir(parents=True)
+        if saved is not None:
+            (folder / "last.ckpt").touch()
+            os.utime(folder / "last.ckpt", (saved, saved))
+    assert find_checkpoint(tmp_path / "runs") == tmp_path / "runs" / "2026-01-01" / "checkpoints" / "last.ckpt"
+    with pytest.raises(UserError, match=r"holds no checkpoints/last\.ckpt, nor does a folder in it"):
+        find_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 cut short"])
 def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path, content):
     file = tmp_path / "torn.ckpt"
