@@ -13,22 +13,10 @@ from typing import Any
 import torch
 
 import moa
-from benchmarks.harness import (
-    BASELINE,
-    DTYPES,
-    Report,
-    allow_many_variants,
-    alternate,
-    comma_list,
-    find_device,
-    format_ratio,
-    new_parser,
-    positive,
-    ratio,
-    spread,
-)
+from benchmarks.arguments import add_layer_arguments, comma_list, find_device, kind_list, new_parser, positive
+from benchmarks.harness import BASELINE, DTYPES, Report, allow_many_variants, alternate, format_ratio, ratio, spread
 from benchmarks.memory import in_child, peak_growth, saved_bytes
-from pretrain.errors import UserError, command
+from pretrain.errors import command
 
 MODES = ("eager", "compiled")
 
@@ -50,7 +38,7 @@ class Side:
     def __init__(self, kind: str, mode: str, problem: Problem) -> None:
         torch.manual_seed(0)
         factory: dict[str, Any] = {"device": problem.device, "dtype": DTYPES[problem.dtype]}
-        options = {} if problem.implementation is None else {"implementation": problem.implementation}
+        options: dict[str, Any] = {} if problem.implementation is None else {"implementation": problem.implementation}
         self.layer = moa.build_ffn(kind, problem.d, moa.hidden_features(kind, problem.d), **factory, **options)
         if mode == "compiled":
             self.layer.compile()
@@ -106,8 +94,10 @@ def run(args: argparse.Namespace) -> Report:
     allow_many_variants()
     with Report("ffn", args, device, args.json) as report:
         sides = [(kind, mode) for mode in args.modes for kind in dict.fromkeys([BASELINE, *args.kinds])]
-        measured = peak_bytes(problem, sides) if device.type == "cuda" else in_child(peak_bytes, problem, sides)
-        peaks = dict(zip(sides, measured, strict=True))
+        peaks: dict[tuple[str, str], int | None] = dict.fromkeys(sides)
+        if args.memory:
+            measured = peak_bytes(problem, sides) if device.type == "cuda" else in_child(peak_bytes, problem, sides)
+            peaks = dict(zip(sides, measured, strict=True))
         print(f"{asdict(problem)}, ratio: median [quartiles] of {args.rounds} rounds; memory in MB")
         print(f"{'kind':<12}{'mode':<10}{'ms':>9}{BASELINE:>9}  {'ratio':<22}{'peak':>8}{BASELINE:>8}", end="")
         print(f"{'saved':>8}{'gates':>8}{BASELINE:>8}")
@@ -133,12 +123,12 @@ def format_row(row: dict[str, Any]) -> str:
 
 def parse(args: list[str] | None) -> argparse.Namespace:
     parser = new_parser("benchmarks.ffn", __doc__, rounds=7)
-    parser.add_argument("--kinds", type=comma_list, default=moa.kinds(), help="kinds of moa.kinds() (default: all)")
+    parser.add_argument("--kinds", type=kind_list, default=moa.kinds(), help="kinds of moa.kinds() (default: all)")
     parser.add_argument("--d", type=positive, default=768, help="model width (default: 768)")
     parser.add_argument("--tokens", type=positive, default=4096, help="rows of the input (default: 4096)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="of weights and input (default: fp32)")
     parser.add_argument("--modes", type=comma_list, default=list(MODES), help="eager, compiled (default: both)")
-    parser.add_argument("--implementation", help="force one implementation of the mixing (see moa.build_ffn)")
+    add_layer_arguments(parser)
     chosen = parser.parse_args(args)
     unknown = [mode for mode in chosen.modes if mode not in MODES]
     if unknown:
@@ -148,13 +138,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
 
 @command
 def main(args: list[str] | None = None) -> None:
-    chosen = parse(args)
-    try:
-        for kind in chosen.kinds:
-            moa.find_kind(kind)
-    except ValueError as error:
-        raise UserError(f"--kinds: {error}") from error
-    run(chosen)
+    run(parse(args))
 
 
 if __name__ == "__main__":

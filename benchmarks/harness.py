@@ -96,6 +96,11 @@ def format_ratio(found: dict[str, Any]) -> str:
     return f"{found['median']:.3f} [{found['iqr'][0]:.3f}, {found['iqr'][1]:.3f}]"
 
 
+def allow_many_variants() -> None:
+    """Let torch.compile keep a variant of each kind; by default it gives up after eight of one function."""
+    torch._dynamo.config.recompile_limit = max(COMPILED_VARIANTS, torch._dynamo.config.recompile_limit)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The record
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,7 +174,7 @@ class Report:
         self.notes: list[str] = []
         self._head = {
             "benchmark": benchmark,
-            "arguments": {name: _plain(value) for name, value in vars(arguments).items()},
+            "arguments": vars(arguments),
             "environment": environment(device),
         }
 
@@ -198,63 +203,18 @@ class Report:
         unfinished = self.file.with_name(self.file.name + ".tmp")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(content, indent=2) + "\n")
+            unfinished.write_text(json.dumps(_plain(content), indent=2) + "\n")
             os.replace(unfinished, self.file)
         except OSError as error:
             raise UserError(f"--json {self.file} cannot be written: {error.strerror}") from error
 
 
 def _plain(value: Any) -> Any:
+    """Return nested data with text for paths, and null for what is no number."""
+    if isinstance(value, dict):
+        return {key: _plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(child) for child in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return str(value) if isinstance(value, Path) else value
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def new_parser(module: str, doc: str | None, rounds: int) -> argparse.ArgumentParser:
-    """Return a parser with what every benchmark takes: `--rounds`, `--device`, `--json`."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=positive, default=rounds, help=f"turns of each side (default: {rounds})")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ..; auto (default): cuda if there is one")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    return parser
-
-
-def positive(text: str) -> int:
-    """Argument type: a whole number above 0."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} has to be at least 1")
-    return number
-
-
-def comma_list(text: str) -> list[str]:
-    """Argument type: names with commas between them."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def find_device(name: str) -> torch.device:
-    """Return the device of that name, made the current one.
-
-    Raises:
-        UserError: there is no such device here.
-    """
-    try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except RuntimeError as error:
-        raise UserError(f"--device {name} is no device: give cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name} cannot be measured: give cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        n_devices = torch.cuda.device_count()
-        if (device.index or 0) >= n_devices:
-            raise UserError(f"--device {name}: this machine has {n_devices} CUDA devices; give --device cpu")
-        torch.cuda.set_device(device.index or 0)
-    return device
-
-
-def allow_many_variants() -> None:
-    """Let torch.compile keep a variant of each kind; by default it gives up after eight of one function."""
-    torch._dynamo.config.recompile_limit = max(COMPILED_VARIANTS, torch._dynamo.config.recompile_limit)

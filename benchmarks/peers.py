@@ -132,10 +132,10 @@ class PlainMAE(nn.Module):
             pos_embed="none",
             mlp_layer=_swiglu(config.hidden),
         )
-        self.register_buffer("encoder_positions", sincos_table(d, side))
+        self.encoder_positions = nn.Buffer(sincos_table(d, side))
         self.embed = nn.Linear(d, e)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, e))
-        self.register_buffer("decoder_positions", sincos_table(e, side))
+        self.decoder_positions = nn.Buffer(sincos_table(e, side))
         self.blocks = nn.Sequential(
             *(
                 Block(

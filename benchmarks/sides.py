@@ -1,8 +1,8 @@
 """A training step from a configuration, as `lm.fit` and `vision_mae.fit` would take it, with nothing else around it.
 
-A side holds a model with its optimizer, and random batches in memory. The model is that of the domain's own
-LightningModule, whose hooks build and compile it, make its optimizer and compute its loss, under the precision plugin of
-a Trainer that never runs. What a run does besides, reading data, logging, schedules and checkpoints, is left out.
+The domain's own LightningModule builds and compiles the model, makes its optimizer and computes its loss, under the
+precision plugin of a Trainer that never runs. What a run does besides (reading data, logs, the schedule, checkpoints)
+is left out: the batches are random and lie in memory.
 """
 
 import dataclasses
@@ -132,7 +132,7 @@ class Task:
         )
         self.clip: float | None = (self.content.get("trainer") or {}).get("gradient_clip_val")
         self.precision: Callable[[], AbstractContextManager] = self.trainer.strategy.precision_plugin.train_step_context
-        self.config = self.module(self.configured_kind).config  # type: ignore[attr-defined]
+        self.config: Any = self.module(self.configured_kind).config
         self.batches = [self._random_batch(seed) for seed in range(N_BATCHES)]
 
     @property
@@ -149,7 +149,7 @@ class Task:
 
     def flops_per_unit(self, kind: str) -> float:
         """Return the floating-point operations of one token or image, forward and backward."""
-        config: Any = self.module(kind).config  # type: ignore[attr-defined]
+        config: Any = self.module(kind).config
         if self.domain is LanguageModule:
             return flops_per_token(config, self.setting.length)
         return flops_per_image(config)
@@ -160,7 +160,16 @@ class Task:
         module = self.module(kind)
         batch = self.setting.batch
         module.trainer = self.trainer
-        module.plan = Plan(1, "benchmark", batch, batch, 1, 1, batch, self.units_per_step // batch)
+        module.plan = Plan(
+            total_steps=1,
+            limit="benchmark",
+            global_batch_size=batch,
+            micro_batch_size=batch,
+            accumulation=1,
+            world_size=1,
+            n_samples=batch,
+            units_per_sample=self.units_per_step // batch,
+        )
         with torch.device(self.setting.device):
             module.configure_model()
         assert module.model is not None
@@ -226,8 +235,7 @@ def _construct(target: Any, values: dict[str, Any]) -> Any:
     hints = typing.get_type_hints(target if dataclasses.is_dataclass(target) else target.__init__)
     made = {}
     for name, value in values.items():
-        kinds = [
-            kind for kind in (hints.get(name), *typing.get_args(hints.get(name))) if dataclasses.is_dataclass(kind)
-        ]
-        made[name] = _construct(kinds[0], value) if kinds and isinstance(value, dict) else value
+        hint = hints.get(name)
+        nested = [kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)]
+        made[name] = _construct(nested[0], value) if nested and isinstance(value, dict) else value
     return target(**made)

@@ -1,9 +1,9 @@
-"""Time, throughput and memory of one optimizer step of a configuration beside its `swiglu` baseline and other libraries.
+"""Time, throughput and memory of an optimizer step of a configuration, beside `swiglu` and beside other libraries.
 
     python -m benchmarks.train_step --config configs/lm_0.12b.yaml --kinds one-moa,bi-moa,qd-moa --batch 2 [--json FILE]
 
 A step is forward, backward, clipping and the optimizer, on random batches that lie in memory. All sides stay in one
-process, with weights and optimizer state of their own, and take turns; ratios are to the baseline. On a CPU the memory of
+process, with weights and optimizer state of their own, and take turns; ratios are to `swiglu`. On a CPU the memory of
 each side is measured before, in a process of its own.
 """
 
@@ -16,19 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import (
-    BASELINE,
-    Report,
-    allow_many_variants,
-    alternate,
-    comma_list,
-    find_device,
-    format_ratio,
-    new_parser,
-    positive,
-    ratio,
-    spread,
-)
+from benchmarks.arguments import add_layer_arguments, comma_list, find_device, new_parser, positive
+from benchmarks.harness import BASELINE, Report, allow_many_variants, alternate, format_ratio, ratio, spread
 from benchmarks.memory import in_child
 from benchmarks.peers import build_peer, import_peer, peer_names
 from benchmarks.sides import PRECISIONS, Setting, Side, Task
@@ -101,7 +90,9 @@ def filling_batch(memory_at: Callable[[int], Memory], n_sides: int, capacity: in
     Two small batches tell what a step needs for each sample, and besides. A multiple of 8 where there is room for one.
     """
     small, large = memory_at(2), memory_at(4)
-    assert small["step"] is not None and large["step"] is not None and small["state"] is not None
+    assert small["step"] is not None
+    assert large["step"] is not None
+    assert small["state"] is not None
     each = max((large["step"] - small["step"]) / 2, 1)
     besides = small["step"] - 2 * each
     batch = int((FILL * capacity - n_sides * small["state"] - besides) / each)
@@ -121,9 +112,8 @@ def run(args: argparse.Namespace) -> Report:
     with Report("train_step", args, device, args.json) as report:
         for line in notes:
             report.note(line)
-        report.note(
-            f"{args.config.name}: batch {setting.batch}, {args.dtype}, {'compiled' if args.compile else 'eager'}"
-        )
+        mode = "compiled" if args.compile else "eager"
+        report.note(f"{args.config.name}: batch {setting.batch}, {args.dtype}, {mode}")
         memory: dict[str, Memory] = {}
         if args.memory and device.type != "cuda":
             memory = {name: in_child(memory_of, name, setting) for name in names}
@@ -190,17 +180,12 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     parser = new_parser("benchmarks.train_step", __doc__, rounds=5)
     parser.add_argument("--config", type=Path, required=True, help="a file of configs/")
     parser.add_argument("--kinds", type=comma_list, default=[], help="kinds to measure besides the configured one")
-    parser.add_argument(
-        "--peers", type=peer_list, help="transformers,litgpt or plain; none. Default: all that are there"
-    )
-    parser.add_argument(
-        "--batch", type=batch_size, default=2, help="samples; fill: as many as a GPU holds (default: 2)"
-    )
+    parser.add_argument("--peers", type=peer_list, help="transformers,litgpt or plain; none (default: all installed)")
+    parser.add_argument("--batch", type=batch_size, default=2, help="samples, or fill: what a GPU holds (default: 2)")
     parser.add_argument("--length", type=positive, default=1024, help="tokens of a sequence (default: 1024)")
     parser.add_argument("--dtype", choices=list(PRECISIONS), default="fp32", help="bf16: mixed, as bf16-mixed of a run")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile")
-    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory too")
-    parser.add_argument("--implementation", help="force one implementation of the mixing (see moa.build_ffn)")
+    add_layer_arguments(parser)
     return parser.parse_args(args)
 
 
