@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import ffn, train_step
 from lm import fit, generate, prepare
 from lm.fit import config_folder
 from tests.vision_mae.pictures import write_folder
@@ -48,6 +49,11 @@ def run(line: str, folder: Path) -> None:
         generate.main([*arguments, "--n_tokens=20"])
     elif module == "vision_mae.fit":
         fit_vision.main([*arguments, *SHORT])
+    elif module == "benchmarks.ffn":
+        ffn.main([*arguments, "--d=8", "--tokens=8", "--rounds=1", "--modes=eager", "--no-memory"])
+    elif module == "benchmarks.train_step":
+        tiny = ["--config=configs/lm_tiny.yaml", "--length=16", "--rounds=1", "--no-compile", "--no-memory"]
+        train_step.main([*arguments, *tiny])
     elif "--trainer.devices" in arguments:  # wants eight GPUs and the network
         with pytest.raises(SystemExit) as done:
             fit.main([*arguments, "--print_config"])
@@ -63,7 +69,7 @@ def run(line: str, folder: Path) -> None:
 
 def test_its_commands_run_one_after_the_other(newcomer, monkeypatch, capfd):
     monkeypatch.chdir(newcomer)
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 10
     for line in COMMANDS:
         run(line, newcomer)
     shown = capfd.readouterr().out
