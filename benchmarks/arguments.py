@@ -7,6 +7,7 @@ import torch
 
 import moa
 from benchmarks.harness import DTYPES
+from moa import fused
 from pretrain.errors import UserError
 
 
@@ -23,7 +24,17 @@ def new_parser(module: str, doc: str | None, rounds: int | None = None) -> argpa
 def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what every benchmark of layers in training takes: `--memory`, `--implementation`."""
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory too")
-    parser.add_argument("--implementation", help="force one implementation of the mixing (see moa.build_ffn)")
+    parser.add_argument(
+        "--implementation",
+        choices=fused.IMPLEMENTATIONS,
+        default="auto",
+        help="how mixtures are computed, see moa.fused; fixed kinds have the reference alone (default: auto)",
+    )
+
+
+def layer_implementation(kind: str, implementation: str) -> str:
+    """Return the implementation for a layer of `kind`: fixed kinds have no other than the reference."""
+    return "reference" if moa.find_kind(kind).family == "fixed" else implementation
 
 
 def positive(text: str) -> int:

@@ -7,7 +7,6 @@ anything is wrong.
 """
 
 import argparse
-import inspect
 import math
 import os
 import random
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 import moa
-from benchmarks.arguments import comma_list, dtype_list, find_device, kind_list, new_parser
+from benchmarks.arguments import comma_list, dtype_list, find_device, kind_list, layer_implementation, new_parser
 from benchmarks.harness import DTYPES, Report
 from pretrain.errors import command
 
@@ -30,7 +29,6 @@ IMPLEMENTATIONS = ("triton", "torch", "inductor", "reference")
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 4e-3}  # of |result - reference| / |reference|
 SIZES = [(1, 1), (3, 7), (5, 129), (257, 1000), (2, 3, 65), (64, 3413), (0, 16), (4, 0, 8)]  # (.., D)
 LAYER = (48, 131, 66)  # tokens, d, D of the whole layer
-HAS_CHOICE = "implementation" in inspect.signature(moa.build_ffn).parameters  # else there is the reference alone
 
 Gradients = dict[str, Tensor]
 
@@ -93,17 +91,13 @@ def _cases(kind: str, implementation: str, dtype: str, device: str) -> Iterator[
 
 def implementations(device: torch.device) -> list[str]:
     """Return what can be checked here. Triton without a GPU needs its interpreter, TRITON_INTERPRET=1."""
-    if not HAS_CHOICE:
-        return ["reference"]
     runs_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     return [name for name in IMPLEMENTATIONS if name != "triton" or runs_triton]
 
 
 def build(kind: str, d: int, width: int, implementation: str, **options: Any) -> moa.FeedForward:
     """Return a layer of an implementation."""
-    if HAS_CHOICE:
-        options["implementation"] = implementation
-    layer = moa.build_ffn(kind, d, width, **options)
+    layer = moa.build_ffn(kind, d, width, implementation=implementation, **options)
     layer.reset_parameters(std=d**-0.5)  # so that y, z and the gates' logits are of the order of 1
     return layer
 
@@ -139,6 +133,7 @@ def check(args: argparse.Namespace, device: torch.device, report: Report) -> boo
     tasks = [
         (kind, implementation, dtype, str(device), args.seed + number)
         for number, (implementation, dtype, kind) in enumerate(product(chosen, args.dtypes, args.kinds))
+        if layer_implementation(kind, implementation) == implementation
     ]
     print(f"seed {args.seed}: {len(tasks)} combinations of kind, implementation and dtype")
     if args.workers:

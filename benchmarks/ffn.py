@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 import moa
-from benchmarks.arguments import add_layer_arguments, comma_list, find_device, kind_list, new_parser, positive
+from benchmarks.arguments import (
+    add_layer_arguments,
+    comma_list,
+    find_device,
+    kind_list,
+    layer_implementation,
+    new_parser,
+    positive,
+)
 from benchmarks.harness import BASELINE, DTYPES, Report, allow_many_variants, alternate, format_ratio, ratio, spread
 from benchmarks.memory import in_child, peak_growth, saved_bytes
 from pretrain.errors import command
@@ -29,7 +37,7 @@ class Problem:
     tokens: int
     dtype: str
     device: str
-    implementation: str | None
+    implementation: str
 
 
 class Side:
@@ -38,8 +46,8 @@ class Side:
     def __init__(self, kind: str, mode: str, problem: Problem) -> None:
         torch.manual_seed(0)
         factory: dict[str, Any] = {"device": problem.device, "dtype": DTYPES[problem.dtype]}
-        options: dict[str, Any] = {} if problem.implementation is None else {"implementation": problem.implementation}
-        self.layer = moa.build_ffn(kind, problem.d, moa.hidden_features(kind, problem.d), **factory, **options)
+        width, implementation = moa.hidden_features(kind, problem.d), layer_implementation(kind, problem.implementation)
+        self.layer = moa.build_ffn(kind, problem.d, width, implementation=implementation, **factory)
         if mode == "compiled":
             self.layer.compile()
         self.x = torch.randn(problem.tokens, problem.d, **factory, requires_grad=True)

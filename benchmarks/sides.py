@@ -20,6 +20,8 @@ import torch
 import yaml
 from torch import nn
 
+import moa
+from benchmarks.arguments import layer_implementation
 from benchmarks.harness import BASELINE
 from benchmarks.memory import peak_growth
 from lm.model import flops_per_token
@@ -48,7 +50,7 @@ class Setting:
     dtype: str
     compile: bool
     device: str
-    implementation: str | None = None
+    implementation: str = "auto"
 
 
 class Side:
@@ -188,8 +190,8 @@ class Task:
         ffn = dict(values.get("ffn") or {})
         if kind != self.configured_kind:  # dictionary and gate are the configured kind's own
             ffn = {name: ffn[name] for name in ("hidden_features", "bias") if name in ffn} | {"kind": kind}
-        if self.setting.implementation is not None:
-            ffn["implementation"] = self.setting.implementation
+        if kind in moa.kinds():  # vision's `mlp` is not
+            ffn["implementation"] = layer_implementation(kind, self.setting.implementation)
         values |= {"ffn": ffn, "compile_blocks": self.setting.compile}
         try:
             return _construct(self.domain, values)
