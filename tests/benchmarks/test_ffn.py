@@ -38,14 +38,14 @@ def test_views_of_one_storage_count_as_that_storage():
 
 
 def test_gates_are_told_apart():
-    problem = Problem(D_MODEL, T, "bf16", "cpu", None)
+    problem = Problem(D_MODEL, T, "bf16", "cpu", "auto")
     assert Side("qd-moa", "eager", problem).gate_bytes() == 2 * T * 10
     assert Side("bi-moa", "eager", problem).gate_bytes() == 2 * T * 14
     assert Side("qd-la", "eager", problem).gate_bytes() == 0
 
 
 def test_the_peak_of_a_step_is_that_of_the_memory_in_use():
-    (peak,) = in_child(peak_bytes, Problem(64, 8192, "fp32", "cpu", None), [("relu", "eager")])
+    (peak,) = in_child(peak_bytes, Problem(64, 8192, "fp32", "cpu", "auto"), [("relu", "eager")])
     hidden, narrow = FP32 * 8192 * 256, FP32 * 8192 * 64
     # At the worst moment the backward pass holds the hidden activation and its gradient, each once before and once
     # after the ReLU at most, and the gradient of the input.
