@@ -117,7 +117,7 @@ class LanguageModule(PretrainModule):
         """
         moe = self.config.moe
         assert moe is not None
-        return moe.balance_loss * routing.balance_loss.sum() + moe.z_loss * routing.z_loss.sum()
+        return moe.router_loss(routing)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the biases of loss-free balancing, once a step, by the load of all its micro-batches and ranks."""
