@@ -76,32 +76,15 @@ def _check_own(folder: Path, described: dict[str, Any], config: LlamaConfig, may
 def _check_plain(folder: Path, described: dict[str, Any], config: LlamaConfig) -> None:
     """Raise a UserError that names everything in which a Llama of transformers differs from ours."""
     if not is_plain(config):
-        raise UserError(
-            f"{folder} is a dense Llama with swiglu, and the model has {config.ffn.kind}"
-            f"{' experts' if config.moe else ''}: set model.ffn.kind to swiglu{' and model.moe to null' * bool(config.moe)}"
-        )
+        ours = f"a mixture of {config.ffn.kind} experts" if config.moe else f"one with {config.ffn.kind}"
+        remedy = "set model.ffn.kind to swiglu" + (" and model.moe to null" if config.moe else "")
+        raise UserError(f"{folder} is a dense Llama with swiglu, and the model {ours}: {remedy}")
     rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
-    theirs = _DEFAULTS | {key: value for key, value in described.items() if value is not None}
+    theirs: dict[str, Any] = _DEFAULTS | {key: value for key, value in described.items() if value is not None}
     theirs["rope_theta"] = rope.get("rope_theta", theirs["rope_theta"])
-    heads = theirs["num_attention_heads"]
-
-    foreign = []
-    if theirs.get("num_key_value_heads", heads) != heads:
-        foreign.append(f"grouped queries (num_key_value_heads {theirs['num_key_value_heads']} of {heads} heads)")
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        foreign.append(f"scaled rotary positions ({rope.get('rope_type', rope.get('type'))})")
-    if theirs["hidden_act"] not in ("silu", "swish"):
-        foreign.append(f"hidden_act {theirs['hidden_act']}")
-    if theirs["attention_bias"]:
-        foreign.append("attention_bias")
-    if "head_dim" in theirs and theirs["head_dim"] * heads != theirs["hidden_size"]:
-        foreign.append(f"head_dim {theirs['head_dim']}")
-    if "quantization_config" in theirs:
-        foreign.append("quantised weights")
-    if foreign:
-        raise UserError(f"{folder} has {', '.join(foreign)}, which this Llama does not: use another checkpoint")
-
-    ours = {
+    if absent := _absent_parts(theirs, rope.get("rope_type", rope.get("type", "default"))):
+        raise UserError(f"{folder} has {', '.join(absent)}, which this Llama does not: use another checkpoint")
+    settings = {
         "vocab_size": ("vocab_size", config.vocab_size),
         "hidden_size": ("d_model", config.d_model),
         "num_hidden_layers": ("n_layers", config.n_layers),
@@ -112,10 +95,27 @@ def _check_plain(folder: Path, described: dict[str, Any], config: LlamaConfig) -
         "mlp_bias": ("ffn.bias", config.ffn.bias),
     }
     different = [
-        f"{key} {theirs[key]} (model.{name} is {value})" for key, (name, value) in ours.items() if theirs[key] != value
+        f"{key} {theirs[key]} (model.{name} is {value})"
+        for key, (name, value) in settings.items()
+        if theirs[key] != value
     ]
     if different:
         raise UserError(f"{folder} has {', '.join(different)}: set the model's keys as there")
+
+
+def _absent_parts(theirs: dict[str, Any], rope_type: str) -> list[str]:
+    """Return what a Llama of transformers may have and ours never has, as far as this one has it."""
+    heads = theirs["num_attention_heads"]
+    key_heads = theirs.get("num_key_value_heads", heads)
+    has = {
+        f"grouped queries (num_key_value_heads {key_heads} of {heads} heads)": key_heads != heads,
+        f"scaled rotary positions ({rope_type})": rope_type != "default",
+        f"hidden_act {theirs['hidden_act']}": theirs["hidden_act"] not in ("silu", "swish"),
+        "attention_bias": theirs["attention_bias"],
+        f"head_dim {theirs.get('head_dim')}": theirs.get("head_dim", 0) * heads not in (0, theirs["hidden_size"]),
+        "quantised weights": "quantization_config" in theirs,
+    }
+    return [part for part, present in has.items() if present]
 
 
 def _fit(folder: Path, tensors: dict[str, torch.Tensor], config: LlamaConfig, tied: bool) -> dict[str, torch.Tensor]:
@@ -135,7 +135,8 @@ def _fit(folder: Path, tensors: dict[str, torch.Tensor], config: LlamaConfig, ti
         found = tuple(tensors[theirs[name]].shape)
         if found != shape:
             raise UserError(
-                f"{folder} has {theirs[name]} in the shape {found} instead of {shape}: it is not what its config.json says"
+                f"{folder} has {theirs[name]} in the shape {found} instead of {shape}: "
+                "its weights are not those of its config.json"
             )
     return {name: tensors[theirs[name]] for name in wanted}
 

@@ -250,8 +250,8 @@ def padding_segments(attention_mask: torch.Tensor | None, shape: tuple[int, int]
         return None
     if tuple(attention_mask.shape) != shape:
         raise ValueError(
-            f"attention_mask has the shape {tuple(attention_mask.shape)} instead of {shape}: one number for each token, "
-            "those in the cache included (a static cache, which brings masks of its own, is not supported)"
+            f"attention_mask has the shape {tuple(attention_mask.shape)} instead of {shape}: one number for each "
+            "token, those in the cache included (a static cache, which brings masks of its own, is not supported)"
         )
     text = attention_mask.bool()
     if text.all():

@@ -67,12 +67,14 @@ print(tokenizer.decode(model.generate(ids, max_new_tokens=40)[0].tolist()))
 
 
 def _metrics(run: dict[str, Any], summary: dict[str, Any], step: int) -> str:
-    measured = next((m for m in (summary.get("final"), summary.get("best")) if m and m.get("step") == step), {})
+    measured: dict[str, float] = next(
+        (m for m in (summary.get("final"), summary.get("best")) if m and m.get("step") == step), {}
+    )
     rows = [f"| {name} | {value:.4f} |" for name, value in measured.items() if name != "step" and value is not None]
     data = run["data"]
     held_out = data.get("val_source") or "documents held out of it"
-    seen = f", {step * summary['plan']['units_per_step']:,} tokens" if "plan" in summary else ""
-    text = f"## Measured\n\nTrained on `{data['source']}`{seen}; validated on {held_out}."
+    seen = step * data["global_batch_size"] * data["sequence_length"]
+    text = f"## Measured\n\nTrained on {seen:,} tokens of {data['source']}; validated on {held_out}."
     if not rows:
         return f"{text} Nothing was measured at this step."
     return "\n".join([text, "", "| metric | value |", "|---|---|", *rows])
@@ -86,15 +88,16 @@ def _parameters(config: LlamaConfig) -> str:
 
 
 def _tokens(config: LlamaConfig, run: dict[str, Any], tokenizer: Tokenizer) -> str:
+    name, length = run["data"]["tokenizer"], run["data"]["sequence_length"]
     lines = [
-        f"## Tokens\n\nThe tokenizer is `{run['data']['tokenizer']}` with {tokenizer.n_vocab:,} ids; {tokenizer.eot} ends "
-        f"every document and comes before the first. Training sequences had {run['data']['sequence_length']:,} tokens. "
+        f"## Tokens\n\nThe tokenizer is `{name}` with {tokenizer.n_vocab:,} ids. Every document ends with the id "
+        f"{tokenizer.eot}, and the next begins after it. Training sequences had {length:,} tokens. "
         "No special token is added to a text, and there is none for padding: for batches of texts set one, and pad on "
         "the left to generate."
     ]
     if padding := config.vocab_size - tokenizer.n_vocab:
         lines.append(
-            f"Embedding and head have {config.vocab_size:,} rows. The last {padding:,} belong to no token; they are kept "
-            "so that every logit is that of training, and `generate` never draws them (`suppress_tokens`)."
+            f"Embedding and head have {config.vocab_size:,} rows. The last {padding:,} belong to no token; they are "
+            "kept so that every logit is that of training, and `generate` never draws them (`suppress_tokens`)."
         )
     return "\n\n".join(lines)
