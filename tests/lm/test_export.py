@@ -189,7 +189,7 @@ def test_an_exported_tokenizer_knows_the_end_of_text(twins):
     assert len(theirs) == ours.n_vocab
     assert theirs(f"a{theirs.eos_token}b").input_ids == [*ours.encode("a"), ours.eot, *ours.encode("b")]
     assert theirs.decode([ours.eot, *ours.encode("b")]) == f"{theirs.eos_token}b"
-    assert theirs.decode(ours.encode("b") + [ours.n_vocab + 1]) == "b"
+    assert theirs.decode([*ours.encode("b"), ours.n_vocab + 1]) == "b"
 
 
 def test_a_tokenizer_that_would_add_tokens_adds_none(tmp_path):

@@ -116,7 +116,7 @@ def test_a_run_starts_from_an_exported_folder(tmp_path):
         ({"rms_norm_eps": 1e-6}, ["rms_norm_eps 1e-06 (model.norm_eps is 1e-05)"]),
         (
             {"vocab_size": 90, "hidden_size": 48},
-            ["vocab_size 90 (model.vocab_size is 97)", "hidden_size 48 (model.d_m"],
+            ["vocab_size 90 (model.vocab_size is 97)", "hidden_size 48 (model.d"],
         ),
         ({"num_hidden_layers": 3}, ["num_hidden_layers 3 (model.n_layers is 2)"]),
         ({"num_attention_heads": 4}, ["num_attention_heads 4 (model.n_heads is 2)"]),
@@ -134,9 +134,9 @@ def test_a_llama_that_computes_something_else_is_refused_by_name(saved, changes,
 
 def test_other_kinds_and_other_models_are_refused(saved, tmp_path):
     _, folder = saved()
-    with pytest.raises(UserError, match="set model.ffn.kind to swiglu"):
+    with pytest.raises(UserError, match=r"set model.ffn.kind to swiglu"):
         read_foreign(folder, replace(OURS, ffn=FFNConfig("qd-moa")))
-    with pytest.raises(UserError, match="a mixture of swiglu experts: set .* and model.moe to null"):
+    with pytest.raises(UserError, match=r"a mixture of swiglu experts: set .* and model.moe to null"):
         read_foreign(folder, replace(OURS, ffn=FFNConfig(), moe=MoEConfig(4, 2)))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
@@ -150,9 +150,9 @@ def test_settings_of_the_model_may_not_differ_but_those_of_training_may(tmp_path
     of_training = LanguageModule.settings_of_training
     moe = replace(model.config.moe, balance_loss=0.5, bias_update_rate=0.0)
     assert read_foreign(tmp_path, replace(model.config, init_std=0.1, moe=moe), of_training)
-    with pytest.raises(UserError, match="has moe.top_k 2, but model.moe.top_k is 1"):
+    with pytest.raises(UserError, match=r"has moe.top_k 2, but model.moe.top_k is 1"):
         read_foreign(tmp_path, replace(model.config, moe=replace(moe, top_k=1)), of_training)
-    with pytest.raises(UserError, match="has ffn.gate sigmoid, but model.ffn.gate is tanh"):
+    with pytest.raises(UserError, match=r"has ffn.gate sigmoid, but model.ffn.gate is tanh"):
         read_foreign(tmp_path, replace(model.config, ffn=FFNConfig("qd-moa", gate="tanh")), of_training)
 
 

@@ -18,7 +18,7 @@ from moa import FFNConfig
 
 EXPERTS = MoEConfig(n_experts=4, top_k=2, bias_update_rate=0.01)
 MODELS = {
-    **{kind: (FFNConfig(kind), None) for kind in ("moa", "one-moa", "bi-moa", "qd-moa", "qd-la", "geglu")},
+    **{kind: (FFNConfig(kind), None) for kind in ("moa", "one-moa", "bi-moa", "qd-moa", "qd-la")},
     "gate bias": (FFNConfig("bi-moa", activations="gsr2", gate="tanh", gate_bias=True, bias=True), None),
     **{f"{kind} experts": (FFNConfig(kind), EXPERTS) for kind in ("moa", "one-moa", "bi-moa", "qd-moa")},
     "swiglu experts": (FFNConfig("swiglu"), EXPERTS),
@@ -194,13 +194,11 @@ def test_three_steps_of_the_trainer_lower_the_loss(pair, tmp_path):
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 3
     assert losses[0] > losses[1] > losses[2]
-    if model.config.llama["moe"] is None:
-        assert trainer.evaluate()["eval_loss"] < losses[2]
 
 
 def test_fresh_weights_follow_our_table():
