@@ -20,6 +20,7 @@ try:
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
     from transformers.configuration_utils import PretrainedConfig
     from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ImportError as error:
     raise ImportError("lm.hf needs Hugging Face transformers: pip install 'moa-pretrain[hf]'") from error
 
@@ -265,3 +266,5 @@ def padding_segments(attention_mask: torch.Tensor | None, shape: tuple[int, int]
 
 AutoConfig.register(OWN, MoaLlamaConfig)
 AutoModelForCausalLM.register(MoaLlamaConfig, MoaLlamaForCausalLM)
+# By these names the Trainer's label smoothing knows whose labels have to be shifted, and the harness what is causal.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[OWN] = MoaLlamaForCausalLM.__name__

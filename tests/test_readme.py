@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lm import fit, prepare
+from lm import export, fit, prepare
 from lm.fit import config_folder
 from tests.vision_mae.pictures import write_folder
 from vision_mae import fit as fit_vision
@@ -44,6 +44,9 @@ def run(line: str, folder: Path) -> None:
     module, *arguments = shlex.split(line.removeprefix("python -m "))
     if module == "lm.prepare":
         prepare.main(arguments)
+    elif module == "lm.export":
+        newest = max(folder.glob("runs/lm_tiny/*"))
+        export.main([str(newest) if argument == "runs/lm_tiny/TIME" else argument for argument in arguments])
     elif module == "vision_mae.fit":
         fit_vision.main([*arguments, *SHORT])
     elif "--trainer.devices" in arguments:  # wants eight GPUs and the network
@@ -61,11 +64,11 @@ def run(line: str, folder: Path) -> None:
 
 def test_its_commands_run_one_after_the_other(newcomer, monkeypatch, capfd):
     monkeypatch.chdir(newcomer)
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 9
     for line in COMMANDS:
         run(line, newcomer)
     shown = capfd.readouterr().out
-    assert shown.count("tensorboard --logdir") == 5
+    assert shown.count("tensorboard --logdir") == 6
     assert "train on it: python -m lm.fit --data.source my_tokens --data.val_source null" in shown
 
 

@@ -16,9 +16,11 @@ from transformers import AutoTokenizer
 from lm.export import main
 from lm.hf_write import cast, write_model, write_tokenizer
 from lm.model import Llama, LlamaConfig
+from lm.model_card import model_card
 from lm.module import LanguageModule
 from lm.sampling import sample
 from lm.tokenizers import load_tokenizer
+from moa import FFNConfig
 from pretrain.errors import UserError
 from pretrain.reload import load_module
 from tests.lm.runs import train
@@ -115,10 +117,26 @@ def test_the_card_says_what_was_measured_and_counted(swiglu_run, exported):
     assert "272 rows. The last 15 belong to no token" in card
 
 
+def test_the_card_of_a_checkpoint_has_the_numbers_of_its_own_step(swiglu_run):
+    module, run = load_module(LanguageModule, swiglu_run, weights=False)
+    summary = {"final": {"step": 8, "val/loss": 2.5}, "best": {"step": 6, "val/loss": 1.25}}
+
+    def card(step: int) -> str:
+        return model_card(module.config, run, summary, step, load_tokenizer("bytes"), True, "float32")
+
+    assert "| val/loss | 2.5000 |" in card(8)
+    assert "| val/loss | 1.2500 |" in card(6)
+    assert "Nothing was measured" in card(7)
+
+
+def run_code(card: str, folder: Path) -> str:
+    code = card.split("```python\n")[1].split("```")[0]
+    exec(code.replace("path/to/this/folder", str(folder)), {})
+    return code
+
+
 def test_the_cards_own_code_runs(exported, capsys):
-    code = (exported / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    assert "import lm" not in code
-    exec(code.replace("path/to/this/folder", str(exported)), {})
+    assert "import lm" not in run_code((exported / "README.md").read_text(), exported)
     assert capsys.readouterr().out.startswith("Once upon a time")
 
 
@@ -205,7 +223,7 @@ def test_a_tokenizer_that_would_add_tokens_adds_none(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path)("hello").input_ids == ours.encode("hello")
 
 
-def test_sentencepiece_travels_as_its_own_file(tmp_path):
+def test_sentencepiece_travels_as_its_own_file(swiglu_run, tmp_path, capsys):
     import sentencepiece
 
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
@@ -218,3 +236,10 @@ def test_sentencepiece_travels_as_its_own_file(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["tokenizer.model"]
     peer = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "out" / "tokenizer.model"))
     assert peer.encode("the lazy fox") == ours.encode("the lazy fox")
+
+    model = Llama(LlamaConfig(64, 8, 1, 1, FFNConfig("qd-moa")))
+    assert not write_model(model, ours, tmp_path / "out")
+    _, run = load_module(LanguageModule, swiglu_run, weights=False)
+    code = run_code(model_card(model.config, run, {}, 1, ours, False, "float32"), tmp_path / "out")
+    assert "import lm.hf" in code
+    assert capsys.readouterr().out

@@ -201,6 +201,19 @@ def test_three_steps_of_the_trainer_lower_the_loss(pair, tmp_path):
     assert losses[0] > losses[1] > losses[2]
 
 
+def test_the_trainers_label_smoothing_shifts_the_labels(qd, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model, _, loaded = qd
+    arguments = TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True)
+    ids = tokens(2, 9)
+    loss = Trainer(model=loaded, args=arguments).compute_loss(loaded, {"input_ids": ids, "labels": ids})
+    expected = torch.nn.functional.cross_entropy(
+        model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1
+    )
+    torch.testing.assert_close(loss, expected)
+
+
 def test_fresh_weights_follow_our_table():
     llama = build("qd-moa experts").config
     fresh = AutoModelForCausalLM.from_config(MoaLlamaConfig(llama=config_to_dict(llama)))
