@@ -143,7 +143,8 @@ def _fit(folder: Path, tensors: dict[str, torch.Tensor], config: LlamaConfig, ti
 
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     if (folder / _INDEX).is_file():
-        files = sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
+        places = _read_json(folder / _INDEX).get("weight_map")
+        files = sorted(set(map(str, places.values()))) if isinstance(places, dict) else []
     elif (folder / _WEIGHTS).is_file():
         files = [_WEIGHTS]
     else:
