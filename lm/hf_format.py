@@ -5,7 +5,7 @@ knows. Every other one is a `moa_llama`, which `lm.hf` teaches it; its config.js
 key `llama`, and its weights have our own names behind "model.".
 """
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from lm.model import LlamaConfig
@@ -74,6 +74,12 @@ def exported_name(config: LlamaConfig, name: str) -> str:
     return f"model.layers.{number}.{_PLAIN_BLOCK[layer]}.{leaf}"
 
 
+def anywhere(config: LlamaConfig) -> LlamaConfig:
+    """Return the configuration without the choices of how one machine computes it, which another may not have."""
+    moe = None if config.moe is None else replace(config.moe, dispatch="auto")
+    return replace(config, ffn=replace(config.ffn, implementation="auto"), moe=moe)
+
+
 def exported_config(config: LlamaConfig, max_length: int, eot: int, dtype: str) -> dict[str, Any]:
     """Return the content of config.json.
 
@@ -87,7 +93,7 @@ def exported_config(config: LlamaConfig, max_length: int, eot: int, dtype: str) 
         return {
             "architectures": ["MoaLlamaForCausalLM"],
             "model_type": OWN,
-            "llama": config_to_dict(config),
+            "llama": config_to_dict(anywhere(config)),
             **common,
         }
     return {

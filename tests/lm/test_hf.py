@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
+from lm.foreign import read_foreign
 from lm.hf import MoaLlamaConfig, MoaLlamaForCausalLM
 from lm.hf_format import config_from_dict, config_to_dict
 from lm.hf_write import write_model
 from lm.model import Llama, LlamaConfig
+from lm.module import LanguageModule
 from lm.moe import MoEConfig
 from lm.sampling import sample
 from lm.tokenizers import load_tokenizer
@@ -245,6 +247,15 @@ def test_a_larger_vocabulary_survives_saving(tmp_path):
 def test_a_configuration_survives_json(name):
     config = build(name).config
     assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+
+
+def test_how_one_machine_computes_is_not_exported(tmp_path):
+    model = build("qd-moa experts")
+    model.config.ffn.implementation, model.config.moe.dispatch = "reference", "loop"
+    write_model(model, load_tokenizer("bytes"), tmp_path)
+    exported = AutoConfig.from_pretrained(tmp_path).llama_config()
+    assert (exported.ffn.implementation, exported.moe.dispatch) == ("auto", "auto")
+    assert read_foreign(tmp_path, model.config, LanguageModule.settings_of_training)
 
 
 @pytest.mark.parametrize(
