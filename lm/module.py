@@ -11,6 +11,7 @@ from torch import nn
 from lm.callbacks import TextSamples
 from lm.data.packing import IGNORED
 from lm.expert_load import ExpertLoad
+from lm.foreign import PREFIX, read_foreign
 from lm.model import Block, Llama, LlamaConfig, flops_per_token, num_parameters
 from lm.moe import MoE, MoEConfig, Routing
 from lm.rules import optimizer_rules
@@ -42,6 +43,7 @@ class LanguageModule(PretrainModule):
 
     unit = "tokens"
     block_class = Block
+    foreign_help = " hf:DIR: a Llama in the format of Hugging Face transformers."
     may_change_on_resume = (*PretrainModule.may_change_on_resume, "tokens_per_parameter")
     settings_of_training = (
         *PretrainModule.settings_of_training,
@@ -86,6 +88,11 @@ class LanguageModule(PretrainModule):
     def build_model(self) -> nn.Module:
         return Llama(self.config)
 
+    def read_foreign(self, source: str) -> dict[str, torch.Tensor] | None:
+        if not source.startswith(PREFIX):
+            return None
+        return read_foreign(source.removeprefix(PREFIX), self.config, self.settings_of_training)
+
     def loss(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         loss_sum, _ = self.loss_and_routing(batch)
         return loss_sum, (batch["targets"] != IGNORED).sum()
@@ -117,7 +124,7 @@ class LanguageModule(PretrainModule):
         """
         moe = self.config.moe
         assert moe is not None
-        return moe.balance_loss * routing.balance_loss.sum() + moe.z_loss * routing.z_loss.sum()
+        return moe.router_loss(routing)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the biases of loss-free balancing, once a step, by the load of all its micro-batches and ranks."""

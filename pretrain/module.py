@@ -35,6 +35,8 @@ class PretrainModule(L.LightningModule):
     settings_of_training: tuple[str, ...] = ("optimizer", "schedule", "compile_blocks")
     #: settings that a resumed run may change: its length and what it shows, not how it learns
     may_change_on_resume: tuple[str, ...] = ("schedule", "compile_blocks")
+    #: what `--init_from` takes besides a run or a checkpoint; see `read_foreign`
+    foreign_help: str = ""
 
     def __init__(
         self, optimizer: OptimizerConfig, schedule: ScheduleConfig, compile_blocks: bool | None = None
@@ -93,6 +95,13 @@ class PretrainModule(L.LightningModule):
         """Return limits on the run, in tokens (or images), by the name of the setting."""
         return {}
 
+    def read_foreign(self, source: str) -> dict[str, torch.Tensor] | None:
+        """Return the weights of the model that `--init_from` names in a form which only the domain knows.
+
+        None: it names a run or a checkpoint. A UserError: the weights do not fit, or would compute something else.
+        """
+        return None
+
     def validation_metrics(self, loss: float) -> dict[str, float]:
         """Return what to report of a mean validation loss, besides `val/loss`."""
         return {}
@@ -142,7 +151,11 @@ class PretrainModule(L.LightningModule):
             return
         self.model = self.build_model()
         if self.init_from is not None:
-            load_weights(self.model, self.init_from)
+            foreign = self.read_foreign(self.init_from)
+            if foreign is None:
+                load_weights(self.model, self.init_from)
+            else:
+                self.model.load_state_dict(foreign)
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         compiles = on_gpu if self.compile_blocks is None else self.compile_blocks
         parallelize(self.model, self.block_class if compiles else None)

@@ -80,6 +80,7 @@ def refuse(tmp_path, capfd):
         ({"checkpoint_every_n_steps": 0}, ["checkpoint_every_n_steps"]),
         ({"resume": "missing"}, ["missing", "does not exist"]),
         ({"init_from": "missing"}, ["missing", "does not exist"]),
+        ({"init_from": "hf:missing"}, ["hf:missing", "no such folder"]),
         ({"config": "missing.yaml"}, ["missing.yaml", "not exist"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
