@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from pretrain.callbacks import StopSignal, find_callback
-from pretrain.checkpoint import Checkpoints
+from pretrain.checkpoint import Checkpoints, find_checkpoint
 from pretrain.errors import UserError
 from pretrain.metrics import DivergedError, StepMetrics
 
@@ -73,6 +73,21 @@ def write_atomically(file: Path, text: str) -> None:
     unfinished = file.with_name(file.name + ".tmp")
     unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, file)
+
+
+def write_json(file: Path, data: Any) -> None:
+    """Write plain data as JSON, atomically; numbers that JSON does not know (nan, the infinities) become null."""
+    write_atomically(file, json.dumps(_json_values(data), indent=2, allow_nan=False) + "\n")
+
+
+def beside_run(checkpoint: str | Path, name: str) -> Path:
+    """Return where a file about a checkpoint goes: to the folder of its run, or beside one that lies alone.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    folder = find_checkpoint(checkpoint).parent
+    return (folder.parent if (folder.parent / CONFIG).is_file() else folder) / name
 
 
 def versions() -> dict[str, str]:
@@ -177,7 +192,7 @@ class RunRecord(L.Callback):
         summary = self.summary(trainer, pl_module) | {"exit_state": state}
         if exception is not None:
             summary["error"] = f"{type(exception).__name__}: {exception}"
-        write_atomically(self.folder / SUMMARY, json.dumps(_json_values(summary), indent=2, allow_nan=False) + "\n")
+        write_json(self.folder / SUMMARY, summary)
 
     def summary(self, trainer: L.Trainer, pl_module: Any) -> dict[str, Any]:
         """Return what is known of the run so far, as plain data."""
