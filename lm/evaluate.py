@@ -20,6 +20,7 @@ from lm.data.whole import TextSource, open_documents
 from lm.evaluation import Precision, WindowScorer, evaluate_text
 from lm.module import LanguageModule
 from pretrain.arguments import OneLineParser
+from pretrain.checkpoint import find_checkpoint
 from pretrain.cli import quieten_libraries
 from pretrain.devices import choose_device
 from pretrain.errors import UserError, command
@@ -44,7 +45,7 @@ def evaluate(
     """Print what a model is worth, and write it as JSON.
 
     Args:
-        checkpoint: Folder of a run, or one of its checkpoints.
+        checkpoint: Folder of a run, one of its checkpoints, or a folder of runs: the one that has saved last.
         data: Text to evaluate on.
         tasks: Tasks of lm-evaluation-harness instead, with commas between them.
         window: Most tokens that the model sees at once; the run's data.sequence_length when not given.
@@ -67,17 +68,18 @@ def evaluate(
         about_text = {f"data.{name}": value for name, value in given.items() if name != "tokenizer"}
         refuse("is about text, not about --tasks", stride=stride, **about_text)
         harness = import_harness()
-    file = Path(output) if output else beside_run(checkpoint, f"evaluation{'' if tasks is None else '_tasks'}.json")
+    weights = find_checkpoint(checkpoint)
+    file = Path(output) if output else beside_run(weights, f"evaluation{'' if tasks is None else '_tasks'}.json")
     if file.is_dir():
         raise UserError(f"--output {file} is a folder: give the name of a file")
-    module, run = load_module(LanguageModule, checkpoint)
+    module, run = load_module(LanguageModule, weights)
     text = TextData(**run["data"] | given)
     module.check_data(text)
     length = window or text.sequence_length
     place = choose_device(device)
     model: Any = module.model
     model.to(place)
-    facts = {"checkpoint": checkpoint, "window": length, "limit": limit, "device": str(place), "dtype": dtype}
+    facts = {"checkpoint": str(weights), "window": length, "limit": limit, "device": str(place), "dtype": dtype}
     if tasks is None:
         stride = stride or max(1, length // 2)
         if stride > length:

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from pretrain.callbacks import StopSignal, find_callback
-from pretrain.checkpoint import Checkpoints, find_checkpoint
+from pretrain.checkpoint import Checkpoints
 from pretrain.errors import UserError
 from pretrain.metrics import DivergedError, StepMetrics
 
@@ -80,13 +80,9 @@ def write_json(file: Path, data: Any) -> None:
     write_atomically(file, json.dumps(_json_values(data), indent=2, allow_nan=False) + "\n")
 
 
-def beside_run(checkpoint: str | Path, name: str) -> Path:
-    """Return where a file about a checkpoint goes: to the folder of its run, or beside one that lies alone.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
-    folder = find_checkpoint(checkpoint).parent
+def beside_run(checkpoint: Path, name: str) -> Path:
+    """Return where a file about a checkpoint goes: to the folder of its run, or beside one that lies alone."""
+    folder = checkpoint.parent
     return (folder.parent if (folder.parent / CONFIG).is_file() else folder) / name
 
 

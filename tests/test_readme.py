@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ffn, train_step
-from lm import fit, generate, prepare
+from lm import evaluate, fit, generate, prepare
 from lm.fit import config_folder
 from tests.vision_mae.pictures import write_folder
 from vision_mae import fit as fit_vision
@@ -47,6 +47,8 @@ def run(line: str, folder: Path) -> None:
         prepare.main(arguments)
     elif module == "lm.generate":
         generate.main([*arguments, "--n_tokens=20"])
+    elif module == "lm.evaluate":
+        evaluate.main([*arguments, "--limit=1"])
     elif module == "vision_mae.fit":
         fit_vision.main([*arguments, *SHORT])
     elif module == "benchmarks.ffn":
@@ -69,12 +71,13 @@ def run(line: str, folder: Path) -> None:
 
 def test_its_commands_run_one_after_the_other(newcomer, monkeypatch, capfd):
     monkeypatch.chdir(newcomer)
-    assert len(COMMANDS) == 10
+    assert len(COMMANDS) == 11
     for line in COMMANDS:
         run(line, newcomer)
     shown = capfd.readouterr().out
     assert shown.count("tensorboard --logdir") == 5
     assert shown.count("My fellow Americans") == 5  # four runs of lm.fit say how to let them write
+    assert "bits per byte" in shown
     assert "train on it: python -m lm.fit --data.source my_tokens --data.val_source null" in shown
 
 
