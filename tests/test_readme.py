@@ -21,6 +21,7 @@ SMALL_BATCH = ["--data.global_batch_size=2", "--data.micro_batch_size=1", "--dat
 SMALL = {
     "vision_mae.fit": SHORT,
     "lm.generate": ["--n_tokens=20"],
+    "lm.evaluate": ["--limit=1"],
     "benchmarks.ffn": ["--d=8", "--tokens=8", "--rounds=1", "--modes=eager", "--no-memory"],
     "benchmarks.train_step": [
         *("--config=configs/lm_tiny.yaml", "--length=16", "--rounds=1", "--no-compile", "--no-memory"),
