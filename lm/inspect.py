@@ -5,23 +5,16 @@ from typing import Any
 import torch
 
 import moa
-from lm.mixes import ExpertMix, model_mixes
+from lm.mixes import model_mixes
 from lm.module import LanguageModule
-from lm.passage import Piece, chosen_tokens, pieces, segments, token_names
+from lm.passage import chosen_tokens, pieces, segments, token_names
+from lm.text_figure import text_figure
 from lm.text_page import text_page
 from lm.tokenizers import load_tokenizer
+from pretrain import inspection
 from pretrain.cli import OneLineParser, quieten_libraries
 from pretrain.errors import command
-from pretrain.inspection import (
-    TABLE,
-    Mix,
-    check_kind,
-    check_top,
-    choose_layers,
-    output_folder,
-    table,
-    write_inspection,
-)
+from pretrain.inspection import Mix, by_gate
 from pretrain.mix_figures import mix_figure, mix_figures
 from pretrain.reload import load_module
 
@@ -46,12 +39,12 @@ def inspect(
         top: How many tokens to name at each end.
         output: The folder to make, in the place of an earlier one; when not given, `inspect` in the run's folder.
     """
-    check_top(top)
-    folder = output_folder(checkpoint, output)
+    inspection.check_top(top)
+    folder = inspection.output_folder(checkpoint, output)
     module, run = load_module(LanguageModule, checkpoint)
     kind = module.config.ffn.kind
-    check_kind(kind, moa.kinds("la", "moa"), checkpoint)
-    chosen = choose_layers(layers, module.config.n_layers)
+    inspection.check_kind(kind, moa.kinds("la", "moa"), checkpoint)
+    chosen = inspection.choose_layers(layers, module.config.n_layers)
     tokenizer = load_tokenizer(run["data"]["tokenizer"])
     ids: list[int] = []
     if kind in moa.kinds("moa"):
@@ -66,30 +59,23 @@ def inspect(
         lambda: model(torch.tensor([ids]), documents),
         token_names(parts),
     )
-    shown = "\n\n".join(
-        [table([*mixes, *(mix.by_expert() for mix in experts)], top), *(mix.table() for mix in experts)]
-    )
-    texts = {TABLE: f"{shown}\n"} | page(f"{checkpoint}, {kind}", parts, mixes, experts)
-    write_inspection(folder, texts, figures(mixes, experts))
+    by_expert = [mix.by_expert() for mix in experts]
+    shown = "\n\n".join([inspection.table(mixes + by_expert, top), *(mix.table() for mix in experts)])
+    texts = {inspection.TABLE: f"{shown}\n"}
+    drawn = mix_figures(mixes, moa.ACTIVATIONS) | expert_figures(by_expert)
+    if parts:
+        coloured = mixes + [mix.by_token(token_names(parts)) for mix in experts]
+        texts[PAGE] = text_page(f"{checkpoint}, {kind}", parts, coloured)
+        drawn |= {f"text_{gate}": text_figure(parts, same) for gate, same in by_gate(coloured).items()}
+    inspection.write_inspection(folder, texts, drawn)
     print(shown)
 
 
-def page(title: str, parts: list[Piece], mixes: list[Mix], experts: list[ExpertMix]) -> dict[str, str]:
-    """Return the coloured text, where there is one."""
-    coloured = mixes + [mix.by_token([""] * parts[-1].stop) for mix in experts if parts]
-    return {PAGE: text_page(title, parts, coloured)} if parts else {}
-
-
-def figures(mixes: list[Mix], experts: list[ExpertMix]) -> dict[str, Any]:
-    """Return all pictures by name."""
-    by_expert = [mix.by_expert() for mix in experts]
-    drawn = mix_figures(mixes, moa.ACTIVATIONS) | mix_figures(by_expert, moa.ACTIVATIONS, "experts_")
-    for mix in by_expert:
-        rows = {
-            name: dict(zip(mix.labels, row, strict=True))
-            for name, row in zip(mix.names, mix.weights.tolist(), strict=True)
-        }
-        drawn[f"{mix.layer.replace(' ', '_')}_{mix.gate}"] = mix_figure(f"{mix.layer}, {mix.gate}", rows)
+def expert_figures(mixes: list[Mix]) -> dict[str, Any]:
+    """Return the pictures of sparse experts by name: those of all layers, and for each layer every expert's mix."""
+    drawn = mix_figures(mixes, moa.ACTIVATIONS, "experts_")
+    for mix in mixes:
+        drawn[f"{mix.layer.replace(' ', '_')}_{mix.gate}"] = mix_figure(f"{mix.layer}, {mix.gate}", mix.by_name())
     return drawn
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lm.passage import Piece
 from pretrain.inspection import Mix
-from pretrain.mix_figures import GREEK, colour
+from pretrain.mix_figures import colour, symbol
 
 ASSETS = Path(__file__).parent / "assets"
 THOUSANDTHS = 1000
@@ -50,7 +50,7 @@ def _layer(mix: Mix, pieces: Sequence[Piece]) -> dict[str, object]:
     weights = [mix.weights[piece.start : piece.stop].mean(0) for piece in pieces]
     columns = zip(*((THOUSANDTHS * row).round().int().tolist() for row in weights), strict=True)
     return {
-        "name": f"{mix.layer}, {GREEK.get(mix.gate, mix.gate)}",
+        "name": f"{mix.layer}, {symbol(mix.gate)}",
         "labels": list(mix.labels),
         "colours": [colour(label) for label in mix.labels],
         "means": [round(value, 4) for value in mix.mean.tolist()],

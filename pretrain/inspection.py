@@ -75,6 +75,11 @@ class Mix:
         """Each label's mean weight."""
         return dict(zip(self.labels, self.mean.tolist(), strict=True))
 
+    def by_name(self) -> dict[str, dict[str, float]]:
+        """Each row's weights, by its name and by label."""
+        rows = zip(self.names, self.weights.tolist(), strict=True)
+        return {name: dict(zip(self.labels, row, strict=True)) for name, row in rows}
+
     def metrics(self) -> dict[str, float]:
         """`LABEL/mean` and, unless the weights are constants, `LABEL/spread` and `entropy`."""
         means = {f"{label}/mean": value for label, value in self.means().items()}
@@ -141,6 +146,14 @@ def layer_mixes(
         Mix(name, gate, labels[gate], values.detach().float()[None], unit="")
         for gate, values in layer.coefficients().items()
     ]
+
+
+def by_gate(mixes: Sequence[Mix]) -> dict[str, list[Mix]]:
+    """Return the mixes of each gate, in their order."""
+    gates: dict[str, list[Mix]] = {}
+    for mix in mixes:
+        gates.setdefault(mix.gate, []).append(mix)
+    return gates
 
 
 def curves(mix: Mix, activations: Activations, y: Tensor, z: float | Tensor = 0.0) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pretrain.inspection import Activations, Mix, components, curves
+from pretrain.inspection import Activations, Mix, by_gate, components, curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,9 +25,10 @@ COLOURS = {
 SPARE_COLOURS = ("#6a3d9a", "#a6761d", "#b15928", "#1b9e77", "#e7298a", "#666666")  # for activations added by others
 INK, QUIET = "#222222", "#8a8a8a"
 
-T_MAX = 3.0  # curves are drawn over [-T_MAX, T_MAX]
-N_POINTS = 121
-SLICES = {-2.0: "#2166ac", -1.0: "#67a9cf", 1.0: "#ef8a62", 2.0: "#b2182b"}  # z of each slice of a surface
+# The hidden activations of trained models mostly lie within these.
+T = torch.linspace(-3.0, 3.0, 121)
+Y = torch.linspace(-2.0, 2.0, 81)
+SLICES = {-1.5: "#2166ac", -0.5: "#67a9cf", 0.5: "#ef8a62", 1.5: "#b2182b"}  # z of each slice of a surface
 GREEK = {"pi": "π", "rho": "ρ", "alpha": "α", "beta": "β"}
 PANEL_COLUMNS = 4
 
@@ -40,6 +41,11 @@ def colour(label: str) -> str:
         codes.append(colour(second))
     channels = [[int(code[i : i + 2], 16) for i in (1, 3, 5)] for code in codes]
     return "#" + "".join(f"{round(sum(values) / len(values)):02x}" for values in zip(*channels, strict=True))
+
+
+def symbol(gate: str) -> str:
+    """Return the letter of a gate as the paper writes it."""
+    return GREEK.get(gate, gate)
 
 
 def mix_figure(gate: str, rows: Mapping[str, Mapping[str, float]]) -> "Figure":
@@ -71,7 +77,7 @@ def weights_figure(mixes: Sequence[Mix]) -> "Figure":
     Args:
         mixes: of one gate.
     """
-    labels, gate = mixes[0].labels, GREEK.get(mixes[0].gate, mixes[0].gate)
+    labels, gate = mixes[0].labels, symbol(mixes[0].gate)
     figure, panels = _panels(len(mixes), 2.9, 0.7 + 0.24 * len(labels), sharex=True)
     for mix, axes in zip(mixes, panels, strict=False):
         axes.set_title(mix.layer, fontsize=10, color=INK)
@@ -92,8 +98,8 @@ def weights_figure(mixes: Sequence[Mix]) -> "Figure":
         for tick, label in zip(axes.get_yticklabels(), labels, strict=True):
             tick.set_color(colour(label))
     unit = mixes[0].unit
-    what = f"weight of each {unit} (dots), mean ± spread" if unit else "learned constants"
-    figure.suptitle(f"how the activations are mixed, {gate}: {what}", fontsize=12, color=INK)
+    what = f"weight of each {unit} (dots), mean ± spread (bar)" if unit else "learned constants"
+    figure.suptitle(f"{gate}: {what}", fontsize=12, color=INK)
     return figure
 
 
@@ -109,15 +115,14 @@ def curves_figure(mixes: Sequence[Mix], activations: Activations) -> "Figure":
     """
     from matplotlib.lines import Line2D
 
-    t = torch.linspace(-T_MAX, T_MAX, N_POINTS)
     figure, panels = _panels(len(mixes), 2.9, 2.7, sharex=True, sharey=True)
     for mix, axes in zip(mixes, panels, strict=False):
-        for label, part in zip(mix.labels, components(mix.labels, activations, t), strict=True):
-            axes.plot(t, float(mix.means()[label]) * part, color=colour(label), linewidth=1, alpha=0.9)
-        _draw_band(axes, t, curves(mix, activations, t), INK, linewidth=2.2)
+        for label, part in zip(mix.labels, components(mix.labels, activations, T), strict=True):
+            axes.plot(T, float(mix.means()[label]) * part, color=colour(label), linewidth=1, alpha=0.9)
+        _draw_band(axes, T, curves(mix, activations, T), INK, linewidth=2.2)
         title = mix.layer
         for (words, row), style in zip(_extremes(mix), ("--", ":"), strict=False):
-            axes.plot(t, curves(mix, activations, t)[row], color=INK, linewidth=1.3, linestyle=style)
+            axes.plot(T, curves(mix, activations, T)[row], color=INK, linewidth=1.3, linestyle=style)
             title += f"\n{'- -' if style == '--' else '· · ·'} {words}"
         axes.set_title(title, fontsize=9, color=INK, parse_math=False)
         _tidy(axes)
@@ -127,7 +132,7 @@ def curves_figure(mixes: Sequence[Mix], activations: Activations) -> "Figure":
     handles = [Line2D([], [], color=colour(label), label=f"share of {label}") for label in labels]
     handles.insert(0, Line2D([], [], color=INK, linewidth=2.2, label="mean" + (" ± spread" if mixes[0].unit else "")))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    gate = GREEK.get(mixes[0].gate, mixes[0].gate)
+    gate = symbol(mixes[0].gate)
     figure.suptitle(f"effective activation  Σₖ {gate}ₖ σₖ(t)", fontsize=12, color=INK)
     return figure
 
@@ -144,17 +149,16 @@ def slices_figure(mixes: Sequence[Mix], activations: Activations) -> "Figure":
     """
     from matplotlib.lines import Line2D
 
-    y = torch.linspace(-T_MAX, T_MAX, N_POINTS)
     n_columns = 3 if mixes[0].unit else 1
     figure, panels = _panels(len(mixes) * n_columns, 2.9, 2.3, n_columns, sharex=True, sharey="row")
     rows = [panels[i : i + n_columns] for i in range(0, len(panels), n_columns)]
     for mix, row in zip(mixes, rows, strict=True):
         row[0].set_ylabel(mix.layer, fontsize=10, color=INK)
         for z, shade in SLICES.items():
-            values = curves(mix, activations, y, z)
-            _draw_band(row[0], y, values, shade, linewidth=2)
+            values = curves(mix, activations, Y, z)
+            _draw_band(row[0], Y, values, shade, linewidth=2)
             for (words, index), axes in zip(_extremes(mix), row[1:], strict=False):
-                axes.plot(y, values[index], color=shade, linewidth=2)
+                axes.plot(Y, values[index], color=shade, linewidth=2)
                 axes.set_title(words, fontsize=9, color=INK, parse_math=False)
         row[0].set_title(f"mean ± spread over {mix.unit}s" if mix.unit else "learned constants", fontsize=9, color=INK)
         for axes in row:
@@ -163,7 +167,7 @@ def slices_figure(mixes: Sequence[Mix], activations: Activations) -> "Figure":
         axes.set_xlabel("y", fontsize=9)
     handles = [Line2D([], [], color=shade, linewidth=2, label=f"z = {z:g}") for z, shade in SLICES.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
-    gate = GREEK.get(mixes[0].gate, mixes[0].gate)
+    gate = symbol(mixes[0].gate)
     title = f"effective activation  h(y, z) = Σₖₗ {gate}ₖₗ σₖ(y) σₗ(z)"
     figure.suptitle(title, fontsize=12, color=INK)
     return figure
@@ -177,11 +181,8 @@ def mix_figures(mixes: Sequence[Mix], activations: Activations, prefix: str = ""
         activations: name -> elementwise function.
         prefix: of the names.
     """
-    by_gate: dict[str, list[Mix]] = {}
-    for mix in mixes:
-        by_gate.setdefault(mix.gate, []).append(mix)
     figures = {}
-    for gate, same in by_gate.items():
+    for gate, same in by_gate(mixes).items():
         figures[f"{prefix}mix_{gate}"] = mix_figure(gate, {mix.layer: mix.means() for mix in same})
         figures[f"{prefix}weights_{gate}"] = weights_figure(same)
         draw = slices_figure if same[0].is_of_pairs else curves_figure
@@ -217,8 +218,9 @@ def _panels(
     n_rows = math.ceil(count / n_columns)
     figure = Figure(figsize=(max(5.6, width * n_columns + 0.6), height * n_rows + 1.1), layout="constrained")
     panels = list(figure.subplots(n_rows, n_columns, squeeze=False, **options).flat)
-    for axes in panels[count:]:
+    for number, axes in enumerate(panels[count:], start=count):
         axes.set_axis_off()
+        panels[number - n_columns].xaxis.set_tick_params(labelbottom=True)  # now the lowest of its column
     return figure, panels
 
 
