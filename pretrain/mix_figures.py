@@ -93,6 +93,7 @@ def weights_figure(mixes: Sequence[Mix]) -> "Figure":
         _tidy(axes)
         axes.set_ylim(len(labels) - 0.4, -0.6)
         axes.set_yticks(range(len(labels)), [])
+        axes.locator_params(axis="x", nbins=4)
     for axes in panels[:: min(PANEL_COLUMNS, len(mixes))]:
         axes.set_yticks(range(len(labels)), labels, fontsize=9, fontweight="bold")
         for tick, label in zip(axes.get_yticklabels(), labels, strict=True):
@@ -130,7 +131,7 @@ def curves_figure(mixes: Sequence[Mix], activations: Activations) -> "Figure":
         axes.set_xlabel("t", fontsize=9)
     labels = mixes[0].labels
     handles = [Line2D([], [], color=colour(label), label=f"share of {label}") for label in labels]
-    handles.insert(0, Line2D([], [], color=INK, linewidth=2.2, label="mean" + (" ± spread" if mixes[0].unit else "")))
+    handles.insert(0, Line2D([], [], color=INK, linewidth=2.2, label="mean ± spread" if mixes[0].unit else "sum"))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     gate = symbol(mixes[0].gate)
     figure.suptitle(f"effective activation  Σₖ {gate}ₖ σₖ(t)", fontsize=12, color=INK)
