@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from lm import fit, prepare
+from lm import inspect as inspect_text
 from lm.fit import config_folder
-from tests.vision_mae.pictures import write_folder
+from tests.vision_mae.pictures import two_halves, write_folder
 from vision_mae import fit as fit_vision
+from vision_mae import inspect as inspect_picture
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -37,6 +39,7 @@ def newcomer(tmp_path_factory) -> Path:
     for number in range(6):
         (folder / "my_text" / f"{number}.txt").write_text(f"Speech {number}: the state of the union is strong. " * 200)
     write_folder(folder / "my_pictures", n_images=80, side=64)
+    two_halves().save(folder / "picture.png")
     return folder
 
 
@@ -44,6 +47,9 @@ def run(line: str, folder: Path) -> None:
     module, *arguments = shlex.split(line.removeprefix("python -m "))
     if module == "lm.prepare":
         prepare.main(arguments)
+    elif module in ("lm.inspect", "vision_mae.inspect"):
+        arguments[1] = str(next(folder.glob(arguments[1].replace("TIME", "*"))))
+        (inspect_text if module == "lm.inspect" else inspect_picture).main(arguments)
     elif module == "vision_mae.fit":
         fit_vision.main([*arguments, *SHORT])
     elif "--trainer.devices" in arguments:  # wants eight GPUs and the network
@@ -61,11 +67,12 @@ def run(line: str, folder: Path) -> None:
 
 def test_its_commands_run_one_after_the_other(newcomer, monkeypatch, capfd):
     monkeypatch.chdir(newcomer)
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 9
     for line in COMMANDS:
         run(line, newcomer)
     shown = capfd.readouterr().out
     assert shown.count("tensorboard --logdir") == 5
+    assert shown.count("/inspect: mixes.txt") == 2
     assert "train on it: python -m lm.fit --data.source my_tokens --data.val_source null" in shown
 
 
