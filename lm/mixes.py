@@ -49,7 +49,8 @@ class ExpertMix:
         sums_TR = self.weights_NR.new_zeros(len(names), self.weights_NR.shape[1])
         sums_TR.index_add_(0, self.token_N, self.weights_NR)
         top_k = len(self.token_N) // len(names)
-        return Mix(self.layer, self.gate, self.labels, sums_TR / top_k, "token", names)
+        layer = f"{self.layer} (mean of each token's {top_k})"
+        return Mix(layer, self.gate, self.labels, sums_TR / top_k, "token", names)
 
     def table(self) -> str:
         """Return each expert's tokens and mean mix as text."""
@@ -109,7 +110,7 @@ def model_mixes(
         for name, layer in layers.items()
         for part, module in mixing_layers(layer).items()
     }
-    gated = {name: layer for name, layer in found.items() if layer.gate_labels()}  # type: ignore[operator]
+    gated = {name: layer for name, layer in found.items() if layer.gate_labels()}
     inputs = layer_inputs(gated, forward) if gated else {}
     mixes: list[Mix] = []
     experts: list[ExpertMix] = []

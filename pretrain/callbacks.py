@@ -169,7 +169,7 @@ class GateStatistics(L.Callback):
             return
         assert pl_module.model is not None
         layers = mixing_layers(pl_module.model)
-        gated = {name: module for name, module in layers.items() if module.gate_labels()}  # type: ignore[operator]
+        gated = {name: module for name, module in layers.items() if module.gate_labels()}
         inputs = layer_inputs(gated, lambda: pl_module.loss(batch)) if gated else {}
         metrics: dict[str, float] = {}
         pictures: dict[str, dict[str, dict[str, float]]] = {}

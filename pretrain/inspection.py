@@ -4,7 +4,7 @@ A layer is read through its public hooks alone (`gates`, `gate_labels`, `coeffic
 it is given is recorded from outside, by forward hooks that are gone afterwards. The activations themselves, name ->
 elementwise function, are handed in.
 
-Shapes: R rows (tokens, patches or experts), M activations or pairs of them, P points of a curve.
+Shapes: R rows (tokens or experts), M activations or pairs of them, P points of a curve.
 """
 
 import math
@@ -39,7 +39,7 @@ class Mix:
         gate: "pi" or "rho"; of learnable activations "alpha" or "beta".
         labels: what each column weighs, as `gate_labels` says: "gelu", or a product "id*gelu", Id(y) * GELU(z).
         weights: (R, M) in float32; of learnable activations (1, M).
-        unit: what a row belongs to: "token", "patch", "expert"; "" for constants.
+        unit: what a row belongs to: "token" or "expert"; "" for constants.
         names: what each row is called; () where nobody asks.
     """
 
@@ -98,7 +98,7 @@ class Mix:
         return int(self.spread.argmax())
 
 
-def mixing_layers(root: nn.Module) -> dict[str, nn.Module]:
+def mixing_layers(root: nn.Module) -> dict[str, Any]:
     """Return the layers below a module (itself included) that mix activations, by name."""
     return {
         name: module
@@ -127,20 +127,19 @@ def layer_inputs(layers: Mapping[str, nn.Module], forward: Callable[[], Any]) ->
 
 
 @torch.no_grad()
-def layer_mixes(
-    name: str, layer: Any, x: Tensor | None = None, unit: str = "token", names: Sequence[str] = ()
-) -> list[Mix]:
+def layer_mixes(name: str, layer: Any, x: Tensor | None = None, names: Sequence[str] = ()) -> list[Mix]:
     """Return the mix of each gate of a layer at its input, or of each set of its constants.
 
     Args:
         name: what the layer is called.
         layer: a module with the hooks.
         x: the layer's input, (tokens, d); constants need none.
-        unit, names: see `Mix`.
+        names: what each token is called.
     """
     labels = layer.gate_labels()
     if labels:
-        return [Mix(name, gate, labels[gate], weights.float(), unit, names) for gate, weights in layer.gates(x).items()]
+        gates = layer.gates(x).items()
+        return [Mix(name, gate, labels[gate], weights.float(), names=names) for gate, weights in gates]
     labels = layer.coefficient_labels()
     return [
         Mix(name, gate, labels[gate], values.detach().float()[None], unit="")
@@ -249,12 +248,16 @@ def _is_an_inspection(folder: Path) -> bool:
 
 
 def write_inspection(folder: Path, texts: Mapping[str, str], figures: Mapping[str, "Figure"]) -> None:
-    """Write files of text and pictures (their names without .png) as one folder, in the place of an earlier one."""
-    warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a box stands for it
+    """Write files of text and pictures (their names without .png) as one folder, in the place of an earlier one.
+
+    What was written is told.
+    """
     with locked(folder), partial_folder(folder) as partial:
         for name, text in texts.items():
             write_durably(partial / name, text)
-        for name, figure in figures.items():
-            figure.savefig(partial / f"{name}.png", dpi=PIXELS_PER_INCH, facecolor="white")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a box stands for it
+            for name, figure in figures.items():
+                figure.savefig(partial / f"{name}.png", dpi=PIXELS_PER_INCH, facecolor="white")
         publish(partial, folder)
     print(f"written to {folder}: {', '.join([*texts, *(f'{name}.png' for name in figures)])}\n")

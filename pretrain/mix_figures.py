@@ -23,7 +23,7 @@ COLOURS = {
     "relu": "#56b4e9",
 }
 SPARE_COLOURS = ("#6a3d9a", "#a6761d", "#b15928", "#1b9e77", "#e7298a", "#666666")  # for activations added by others
-INK, QUIET = "#222222", "#8a8a8a"
+INK = "#222222"  # of words and of what belongs to no activation
 
 # The hidden activations of trained models mostly lie within these.
 T = torch.linspace(-3.0, 3.0, 121)

@@ -13,10 +13,13 @@ from PIL import Image
 
 from lm import inspect
 from lm.data.module import VENDORED
+from lm.mixes import model_mixes
 from lm.module import LanguageModule
+from lm.moe import MoE, MoEConfig
 from lm.passage import pieces, token_names
 from lm.text_page import text_page
 from lm.tokenizers import load_tokenizer
+from moa import FFNConfig
 from pretrain.inspection import TABLE, Mix
 from pretrain.reload import load_module
 from tests.lm.runs import train
@@ -65,7 +68,7 @@ def read_table(text: str) -> dict[tuple[str, str], dict[str, dict]]:
 
 def inputs_of(run: Path, text: str) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     """Return the model and what each of its feed-forward layers is given, without the help of hooks."""
-    model = load_module(LanguageModule, run)[0].model
+    model = load_module(LanguageModule, run)[0].model.requires_grad_(False)
     recorded: list[torch.Tensor] = []
 
     def recording(forward):
@@ -202,6 +205,29 @@ def test_a_mixture_of_experts_shows_the_shared_expert_and_each_sparse_one(run_of
     assert means == pytest.approx(shared.tolist(), abs=6e-4)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"text.html", "curves_pi.png", "experts_curves_pi.png", "layer_0_experts_pi.png"} <= names
+
+
+@pytest.mark.parametrize("kind", ["moa", "la"])
+def test_sparse_experts_alone(kind):
+    config = MoEConfig(n_experts=8, top_k=2, n_shared=0, expert_hidden_features=4)
+    layer = MoE(config, FFNConfig(kind), 8)
+    torch.nn.init.normal_(layer.experts.u if kind == "moa" else layer.experts.alpha)
+    x = torch.randn(3, 8)
+    mixes, (experts,) = model_mixes({"layer 0": layer}, lambda: layer(x), ["a", "b", "c"])
+    assert mixes == []
+    if kind == "la":
+        torch.testing.assert_close(experts.by_expert().weights, layer.experts.alpha.detach())
+        return
+    chosen = [token.topk(2).indices.tolist() for token in x @ layer.router.weight.T]
+    expected = [
+        torch.stack([torch.sigmoid(layer.experts.u[e] @ token) for e in both]).mean(0)
+        for token, both in zip(x, chosen, strict=True)
+    ]
+    torch.testing.assert_close(experts.by_token(["a", "b", "c"]).weights, torch.stack(expected).detach())
+    used = sorted({e for both in chosen for e in both})
+    assert list(experts.by_expert().names) == [f"expert {e}" for e in used]
+    unused = ", ".join(str(e) for e in range(8) if e not in used)
+    assert experts.table().endswith(f"no token was sent to experts {unused}")
 
 
 def test_learnable_activations_have_coefficients_and_curves_but_no_tokens(run_of, tmp_path, capsys):
