@@ -31,6 +31,7 @@ Y = torch.linspace(-2.0, 2.0, 81)
 SLICES = {-1.5: "#2166ac", -0.5: "#67a9cf", 0.5: "#ef8a62", 1.5: "#b2182b"}  # z of each slice of a surface
 GREEK = {"pi": "π", "rho": "ρ", "alpha": "α", "beta": "β"}
 PANEL_COLUMNS = 4
+LONGEST_NAME = 14  # in letters, of a token in a title
 
 
 def colour(label: str) -> str:
@@ -132,7 +133,7 @@ def curves_figure(mixes: Sequence[Mix], activations: Activations) -> "Figure":
     labels = mixes[0].labels
     handles = [Line2D([], [], color=colour(label), label=f"share of {label}") for label in labels]
     handles.insert(0, Line2D([], [], color=INK, linewidth=2.2, label="mean ± spread" if mixes[0].unit else "sum"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, 2 + len(mixes)), frameon=False, fontsize=9)
     gate = symbol(mixes[0].gate)
     figure.suptitle(f"effective activation  Σₖ {gate}ₖ σₖ(t)", fontsize=12, color=INK)
     return figure
@@ -197,9 +198,14 @@ def _extremes(mix: Mix) -> list[tuple[str, int]]:
         return []
     k = mix.most_varied()
     return [
-        (f"{word} {mix.labels[k]}: {mix.names[row]} ({mix.weights[row, k]:.2f})", row)
+        (f"{word} {mix.labels[k]}: {_short(mix.names[row])} ({mix.weights[row, k]:.2f})", row)
         for word, row in zip(("least", "most"), (int(end[k, 0]) for end in mix.ends(1)), strict=True)
     ]
+
+
+def _short(name: str) -> str:
+    """A name that fits into the title of a panel."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def _draw_band(axes: Any, t: torch.Tensor, values: torch.Tensor, shade: str, linewidth: float) -> None:
