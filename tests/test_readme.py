@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lm.fit import config_folder
-from tests.vision_mae.pictures import write_folder
+from tests.vision_mae.pictures import two_halves, write_folder
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -45,6 +45,8 @@ def newcomer(tmp_path_factory) -> Path:
     for number in range(6):
         (folder / "my_text" / f"{number}.txt").write_text(f"Speech {number}: the state of the union is strong. " * 200)
     write_folder(folder / "my_pictures", n_images=80, side=64)
+    two_halves().save(folder / "picture.png")
+    two_halves().save(folder / "picture.png")
     return folder
 
 
@@ -56,14 +58,17 @@ def run(line: str, folder: Path) -> None:
             main([*arguments, "--print_config"])
         assert done.value.code == 0
         return
-    runs = sorted(folder.glob("runs/lm_tiny/*"))
-    arguments = [str(runs[-1]) if argument == "runs/lm_tiny/TIME" else argument for argument in arguments]
+    arguments = [newest(folder, argument) if argument.endswith("/TIME") else argument for argument in arguments]
     if module != "lm.fit":
         main([*arguments, *SMALL.get(module, [])])
     elif "--resume" in arguments:
         main([*arguments, "--trainer.max_steps=3"])
     else:
         main([*arguments, *SHORT, *(SMALL_MODEL + SMALL_BATCH if "--config" in arguments else [])])
+
+
+def newest(folder: Path, place: str) -> str:
+    return str(max(folder.glob(place.replace("TIME", "*"))))
 
 
 def test_its_commands_run_one_after_the_other(newcomer, monkeypatch, capfd):
