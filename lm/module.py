@@ -5,7 +5,6 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lm.callbacks import TextSamples
@@ -93,11 +92,13 @@ class LanguageModule(PretrainModule):
     def loss_and_routing(self, batch: dict[str, Any]) -> tuple[torch.Tensor, Routing | None]:
         """Return the sum of the cross-entropy, and what the routers did; None without experts."""
         assert self.model is not None
-        logits, routing = self.model(batch["inputs"], batch.get("segments"), with_routing=True)
-        loss_sum = F.cross_entropy(
-            logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED, reduction="sum"
+        return self.model(
+            batch["inputs"],
+            batch.get("segments"),
+            targets_BL=batch["targets"],
+            ignore_index=IGNORED,
+            with_routing=True,
         )
-        return loss_sum, routing
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         loss_sum, routing = self.loss_and_routing(batch)
