@@ -1,4 +1,4 @@
-"""Time and memory of head and cross-entropy, forward and backward: ours in chunks, torch's in chunks, and the plain one.
+"""Time and memory of head and cross-entropy, forward and backward: plain, in our chunks and in torch's.
 
     python -m benchmarks.head_loss [--tokens 8192] [--precision float32] [--json result.json]
 
@@ -95,9 +95,10 @@ def peak_bytes(name: str, args: argparse.Namespace) -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory this process has held. (Linux's `getrusage` counts the process that started it as well.)"""
+    """Return the most memory this process has held."""
     if platform.system() == "Darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Not `getrusage`, which on Linux begins with the memory of the process that started this one.
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 

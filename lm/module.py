@@ -17,6 +17,7 @@ from moa import FFNConfig
 from pretrain.errors import UserError
 from pretrain.module import PretrainModule
 from pretrain.optim import OptimizerConfig, Rule
+from pretrain.parallelize import ActivationCheckpointing
 from pretrain.schedules import ScheduleConfig
 
 
@@ -35,6 +36,8 @@ class LanguageModule(PretrainModule):
         norm_eps: epsilon of every RMSNorm.
         init_std: standard deviation of the initial weights.
         compile_blocks: compile every block with torch.compile; null: on a GPU.
+        activation_checkpointing: what of a block is computed anew in the backward, to hold less memory: none, full
+            (everything), or selective (all but the results of matrix products and attention).
         tokens_per_parameter: training tokens per activated parameter, a limit on the run.
         moe: the mixture of experts in place of every feed-forward layer; null: none.
     """
@@ -68,10 +71,11 @@ class LanguageModule(PretrainModule):
         norm_eps: float = 1e-6,
         init_std: float = 0.02,
         compile_blocks: bool | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
         tokens_per_parameter: float | None = None,
         moe: MoEConfig | None = None,
     ) -> None:
-        super().__init__(optimizer, schedule, compile_blocks)
+        super().__init__(optimizer, schedule, compile_blocks, activation_checkpointing)
         self.config = LlamaConfig(vocab_size, d_model, n_layers, n_heads, ffn, rope_base, norm_eps, init_std, moe)
         self.tokens_per_parameter = tokens_per_parameter
         self._sequence_length = 0

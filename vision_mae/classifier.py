@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from pretrain.errors import UserError
 from pretrain.module import PretrainModule
 from pretrain.optim import Rule
+from pretrain.parallelize import ActivationCheckpointing
 from pretrain.reload import load_module
 from pretrain.schedules import ScheduleConfig
 from vision_mae.encoder import build_encoder, encoder_weights, load_pretrained
@@ -58,6 +59,8 @@ class ClassifierModule(PretrainModule):
         cutmix: the same of cutmix.
         label_smoothing: share of the target that is spread over all classes.
         compile_blocks: compile every block with torch.compile; null: on a GPU.
+        activation_checkpointing: what of a block is computed anew in the backward, to hold less memory: none, full
+            (everything), or selective (all but the results of matrix products and attention).
     """
 
     unit = "images"
@@ -76,8 +79,9 @@ class ClassifierModule(PretrainModule):
         cutmix: float = 0.0,
         label_smoothing: float = 0.0,
         compile_blocks: bool | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
     ) -> None:
-        super().__init__(optimizer, schedule, compile_blocks)
+        super().__init__(optimizer, schedule, compile_blocks, activation_checkpointing)
         if task == "linear" and (layer_decay != 1 or drop_path):
             raise UserError(
                 "model.layer_decay and model.drop_path have no meaning for a frozen encoder: leave them out"
