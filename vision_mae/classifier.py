@@ -20,6 +20,7 @@ from vision_mae.encoder import build_encoder, encoder_weights, load_pretrained
 from vision_mae.model import Pool, encoder_flops
 from vision_mae.module import MaskedAutoencoderModule, ViTOptimizerConfig, check_same_pictures
 
+NO_LABEL = -100  # the target of a picture that only fills up a batch
 HEAD_STD = {"linear": 0.01, "finetune": 2e-5}
 
 
@@ -162,7 +163,9 @@ class ClassifierModule(PretrainModule):
             for metric in self._metrics().values():
                 metric.update(logits[present], labels[present])
         smoothing = self.label_smoothing if self.training else 0.0
-        loss = F.cross_entropy(logits[present], labels[present], reduction="sum", label_smoothing=smoothing)
+        # Not `logits[present]`: the host would wait for the device to know how many there are.
+        targets = labels.masked_fill(~present, NO_LABEL)
+        loss = F.cross_entropy(logits, targets, ignore_index=NO_LABEL, reduction="sum", label_smoothing=smoothing)
         return loss, present.sum()
 
     def validation_metrics(self, loss: float) -> dict[str, float]:
