@@ -110,7 +110,7 @@ def test_less_is_held_for_the_backward():
             loss = llama_loss(model)
         held[mode] = allocations.held()
         assert loss.requires_grad
-    assert held["full"] < held["selective"] < 0.6 * held["none"]
+    assert held["full"] < held["selective"] < 0.9 * held["none"]
 
 
 def test_selective_repeats_no_matrix_product_and_full_all_of_the_blocks():
