@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lm.cache import KeyValueCache, LayerCache
+from lm.head import Head
 from lm.moe import MoE, MoEConfig, Routing
 from moa import FFNConfig
 
@@ -157,7 +158,7 @@ class Llama(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head = Head(config.d_model, config.vocab_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -180,18 +181,22 @@ class Llama(nn.Module):
         segments_BL: torch.Tensor | None = None,
         *,
         cache: KeyValueCache | None = None,
+        targets_BL: torch.Tensor | None = None,
+        ignore_index: int = -100,
         with_routing: bool = False,
         last_only: bool = False,
     ) -> Any:
         """Return the logits of the next token, (B, L, V); arguments as in `hidden`.
 
         Args:
-            with_routing: return (logits, routing) instead.
+            targets_BL: return the sum of their cross-entropy instead, a scalar; the logits never exist all at once.
+            ignore_index: stands for no target.
+            with_routing: return (logits or sum, routing).
             last_only: give the logits at the last position alone, (B, 1, V).
         """
         x_BLD, routing = self.hidden(tokens_BL, segments_BL, cache)
-        logits = self.head(x_BLD[:, -1:] if last_only else x_BLD)
-        return (logits, routing) if with_routing else logits
+        result = self.head(x_BLD[:, -1:] if last_only else x_BLD, targets_BL, ignore_index)
+        return (result, routing) if with_routing else result
 
     def hidden(
         self, tokens_BL: torch.Tensor, segments_BL: torch.Tensor | None = None, cache: KeyValueCache | None = None

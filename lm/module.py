@@ -5,7 +5,6 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lm.callbacks import TextSamples
@@ -19,6 +18,7 @@ from moa import FFNConfig
 from pretrain.errors import UserError
 from pretrain.module import PretrainModule
 from pretrain.optim import OptimizerConfig, Rule
+from pretrain.parallelize import ActivationCheckpointing
 from pretrain.schedules import ScheduleConfig
 
 
@@ -37,6 +37,8 @@ class LanguageModule(PretrainModule):
         norm_eps: epsilon of every RMSNorm.
         init_std: standard deviation of the initial weights.
         compile_blocks: compile every block with torch.compile; null: on a GPU.
+        activation_checkpointing: what of a block is computed anew in the backward, to hold less memory: none, full
+            (everything), or selective (all but the results of matrix products and attention).
         tokens_per_parameter: training tokens per activated parameter, a limit on the run.
         moe: the mixture of experts in place of every feed-forward layer; null: none.
     """
@@ -71,10 +73,11 @@ class LanguageModule(PretrainModule):
         norm_eps: float = 1e-6,
         init_std: float = 0.02,
         compile_blocks: bool | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
         tokens_per_parameter: float | None = None,
         moe: MoEConfig | None = None,
     ) -> None:
-        super().__init__(optimizer, schedule, compile_blocks)
+        super().__init__(optimizer, schedule, compile_blocks, activation_checkpointing)
         self.config = LlamaConfig(vocab_size, d_model, n_layers, n_heads, ffn, rope_base, norm_eps, init_std, moe)
         self.tokens_per_parameter = tokens_per_parameter
         self._sequence_length = 0
@@ -100,11 +103,13 @@ class LanguageModule(PretrainModule):
     def loss_and_routing(self, batch: dict[str, Any]) -> tuple[torch.Tensor, Routing | None]:
         """Return the sum of the cross-entropy, and what the routers did; None without experts."""
         assert self.model is not None
-        logits, routing = self.model(batch["inputs"], batch.get("segments"), with_routing=True)
-        loss_sum = F.cross_entropy(
-            logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED, reduction="sum"
+        return self.model(
+            batch["inputs"],
+            batch.get("segments"),
+            targets_BL=batch["targets"],
+            ignore_index=IGNORED,
+            with_routing=True,
         )
-        return loss_sum, routing
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         loss_sum, routing = self.loss_and_routing(batch)

@@ -106,6 +106,7 @@ class StopSignal(L.Callback):
         self.requested = False
         self._signal = signal.SIGINT
         self._previous: dict[int, Any] = {}
+        self._hosts: Any = None  # the ranks, for a question to all of them
 
     @property
     def exit_code(self) -> int:
@@ -118,6 +119,11 @@ class StopSignal(L.Callback):
                 self._previous[number] = signal.signal(number, self._on_signal)
         except ValueError:  # not in the main thread: a program around us handles its signals
             self._previous = {}
+        if trainer.world_size > 1:
+            # Asked over gloo, from host to host: a question to the devices would wait for all that they have queued.
+            self._hosts = torch.distributed.new_group(backend="gloo")
+            # Lightning's own such question, before every micro-batch, is whether it has caught the signal: it has not.
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def _on_signal(self, number: int, _: Any) -> None:
         self._signal = signal.Signals(number)
@@ -133,7 +139,9 @@ class StopSignal(L.Callback):
             return
         requested = self.requested
         if trainer.world_size > 1:  # the ranks hear of it at different steps
-            requested = trainer.strategy.reduce_boolean_decision(requested, all=False)
+            any_requested = torch.tensor(requested, dtype=torch.int32)
+            torch.distributed.all_reduce(any_requested, torch.distributed.ReduceOp.MAX, group=self._hosts)
+            requested = bool(any_requested)
         if requested:
             self.requested = True
             trainer.should_stop = True

@@ -12,7 +12,7 @@ from pretrain.checkpoint import check_same_architecture, load_weights
 from pretrain.metrics import check_finite, log_metrics
 from pretrain.optim import OptimizerConfig, Rule, build_optimizer, format_table
 from pretrain.order import global_seed, noise_seed
-from pretrain.parallelize import parallelize
+from pretrain.parallelize import ActivationCheckpointing, check_activation_checkpointing, parallelize
 from pretrain.plan import Plan, apply_plan, make_plan, recount
 from pretrain.schedules import ScheduleConfig, build_schedule
 
@@ -29,22 +29,38 @@ class PretrainModule(L.LightningModule):
 
     #: what throughput counts: "tokens" or "images"
     unit = "samples"
-    #: the submodules that are compiled one by one
+    #: the submodules that are compiled, and recomputed, one by one
     block_class: type[nn.Module] | None = None
     #: settings (their beginnings) that say how weights are found, not what they compute
-    settings_of_training: tuple[str, ...] = ("optimizer", "schedule", "compile_blocks")
+    settings_of_training: tuple[str, ...] = (
+        "optimizer",
+        "schedule",
+        "compile_blocks",
+        "activation_checkpointing",
+    )
     #: settings that a resumed run may change: its length and what it shows, not how it learns
-    may_change_on_resume: tuple[str, ...] = ("schedule", "compile_blocks")
+    may_change_on_resume: tuple[str, ...] = (
+        "schedule",
+        "compile_blocks",
+        "activation_checkpointing",
+        "ffn.implementation",
+    )
     #: what `--init_from` takes besides a run or a checkpoint; see `read_foreign`
     foreign_help: str = ""
 
     def __init__(
-        self, optimizer: OptimizerConfig, schedule: ScheduleConfig, compile_blocks: bool | None = None
+        self,
+        optimizer: OptimizerConfig,
+        schedule: ScheduleConfig,
+        compile_blocks: bool | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
     ) -> None:
         super().__init__()
+        check_activation_checkpointing(activation_checkpointing)
         self.optimizer_config = optimizer
         self.schedule_config = schedule
         self.compile_blocks = compile_blocks
+        self.activation_checkpointing = activation_checkpointing
         self.model: nn.Module | None = None
         self.plan: Plan | None = None
         self.init_from: str | None = None
@@ -158,7 +174,12 @@ class PretrainModule(L.LightningModule):
                 self.model.load_state_dict(foreign)
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         compiles = on_gpu if self.compile_blocks is None else self.compile_blocks
-        parallelize(self.model, self.block_class if compiles else None)
+        parallelize(
+            self.model,
+            self.block_class,
+            compiled=compiles,
+            activation_checkpointing=self.activation_checkpointing,
+        )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         assert self.model is not None

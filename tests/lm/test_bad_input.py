@@ -53,6 +53,7 @@ def refuse(tmp_path, capfd):
         ({"model__ffn__gate": "hard"}, ["hard", "softmax"]),
         ({"model__ffn__kind": "swiglu", "model__ffn__gate": "tanh"}, ["does not apply", "qd-moa"]),
         ({"model__moe": "{n_experts: 2, top_k: 3}"}, ["error: model.moe.top_k is 3: there are only"]),
+        ({"model__activation_checkpointing": "some"}, ["model.activation_checkpointing", "some", "selective"]),
         ({"model__vocab_size": 100}, ["model.vocab_size 100", "257", "bytes"]),
         ({"model__optimizer__lr": -1}, ["optimizer.lr is -1"]),
         ({"model__optimizer__base_lr": 1e-3}, ["lr and base_lr"]),
