@@ -46,7 +46,7 @@ class LanguageModule(PretrainModule):
     unit = "tokens"
     block_class = Block
     foreign_help = " hf:DIR: a Llama in the format of Hugging Face transformers."
-    may_change_on_resume = (*PretrainModule.may_change_on_resume, "tokens_per_parameter")
+    may_change_on_resume = (*PretrainModule.may_change_on_resume, "tokens_per_parameter", "ffn.implementation")
     settings_of_training = (
         *PretrainModule.settings_of_training,
         "tokens_per_parameter",

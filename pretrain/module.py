@@ -39,12 +39,7 @@ class PretrainModule(L.LightningModule):
         "activation_checkpointing",
     )
     #: settings that a resumed run may change: its length and what it shows, not how it learns
-    may_change_on_resume: tuple[str, ...] = (
-        "schedule",
-        "compile_blocks",
-        "activation_checkpointing",
-        "ffn.implementation",
-    )
+    may_change_on_resume: tuple[str, ...] = ("schedule", "compile_blocks", "activation_checkpointing")
     #: what `--init_from` takes besides a run or a checkpoint; see `read_foreign`
     foreign_help: str = ""
 
