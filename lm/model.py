@@ -105,7 +105,9 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.extend(k, v)
-        out_BHLK = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        # A single token behind cached ones sees them all: neither a mask, which fused kernels do not take, nor causal.
+        is_causal = mask is None and x_BLD.shape[1] > 1
+        out_BHLK = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
         return self.o(out_BHLK.transpose(1, 2).flatten(-2))
 
 
@@ -224,7 +226,8 @@ class Llama(nn.Module):
         past, length = (0 if cache is None else cache.length), tokens_BL.shape[1]
         if segments_BL is None:
             positions = torch.arange(past, past + length, device=tokens_BL.device)
-            mask = None if past == 0 else tokens_BL.new_ones(length, past + length, dtype=torch.bool).tril(past)
+            is_whole = past == 0 or length == 1
+            mask = None if is_whole else tokens_BL.new_ones(length, past + length, dtype=torch.bool).tril(past)
         else:
             segments_BL = segments_BL if cache is None else cache.add_segments(segments_BL)
             positions = document_positions(segments_BL)[:, None, past:]

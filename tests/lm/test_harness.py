@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import GPT2TokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lm.evaluate import main
+from lm.hf_write import write_model
 from lm.model import Llama
-from lm.tokenizers import GPT2_MERGES, gpt2_byte_symbols, load_tokenizer
+from lm.tokenizers import load_tokenizer
 from pretrain.errors import UserError
 from tests.lm.runs import train
-from tests.lm.test_model import tiny, transformers_twin
+from tests.lm.test_model import tiny
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
 
@@ -116,17 +117,14 @@ def _no_description_of_the_machine(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> tuple[HarnessModel, HFLM]:
-    """The adapter and the harness's model on the same weights, with the padded vocabulary of a real run."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    symbols = [*gpt2_byte_symbols().values()]
-    symbols += [line.replace(" ", "") for line in GPT2_MERGES.read_text(encoding="utf-8").splitlines()[1:]]
-    (folder / "vocab.json").write_text(json.dumps({s: i for i, s in enumerate([*symbols, "<|endoftext|>"])}))
-    (folder / "merges.txt").write_bytes(GPT2_MERGES.read_bytes())
+    """The adapter, and the harness's model on the same weights exported; with the padded vocabulary of a real run."""
+    folder = tmp_path_factory.mktemp("exported")
     torch.manual_seed(0)
-    model = Llama(tiny(vocab_size=50_304, d_model=32, n_layers=2, init_std=0.2)).double().eval()
-    twin = transformers_twin(model).double().eval()
-    theirs = HFLM(twin, tokenizer=GPT2TokenizerFast.from_pretrained(folder), max_length=WINDOW, batch_size=3)
-    return HarnessModel(model, load_tokenizer("gpt2"), WINDOW, batch_size=3), theirs
+    model = Llama(tiny(vocab_size=50_304, d_model=32, n_layers=2, init_std=0.2)).eval()
+    write_model(model, load_tokenizer("gpt2"), folder, WINDOW, "float32")
+    exported = AutoModelForCausalLM.from_pretrained(folder).double().eval()
+    theirs = HFLM(exported, tokenizer=AutoTokenizer.from_pretrained(folder), max_length=WINDOW, batch_size=3)
+    return HarnessModel(model.double(), load_tokenizer("gpt2"), WINDOW, batch_size=3), theirs
 
 
 def requests(kind: str, *arguments: tuple) -> list[Instance]:
