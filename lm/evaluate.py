@@ -10,6 +10,7 @@ With --tasks: tasks of lm-evaluation-harness (pip install 'moa-pretrain[eval]').
 acc of the last. The YAML of a task may hold Python, which the harness executes: --include_path only what you trust.
 """
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,9 @@ from pretrain.devices import choose_device
 from pretrain.errors import UserError, command
 from pretrain.reload import load_module
 from pretrain.run import beside_run, write_json
+
+FACTS = ("checkpoint", "window", "limit", "device", "dtype")  # what every evaluation says about itself
+LARGEST = 2**24  # bytes of a file that may be an earlier evaluation; they have some thousands
 
 
 def evaluate(
@@ -56,8 +60,8 @@ def evaluate(
         batch_size: Windows, or requests of a task, per forward pass.
         device: auto, cpu, cuda or cuda:N.
         dtype: float32, or bfloat16 as in training with bf16-mixed.
-        output: The JSON file, replaced if it exists. When not given, evaluation.json in the folder of the run; for
-            tasks, evaluation_tasks.json.
+        output: The JSON file, in the place of an earlier evaluation. When not given, evaluation.json in the folder of
+            the run; for tasks, evaluation_tasks.json.
     """
     at_least(1, window=window, stride=stride, limit=limit, batch_size=batch_size)
     at_least(0, num_fewshot=num_fewshot)
@@ -70,8 +74,7 @@ def evaluate(
         harness = import_harness()
     weights = find_checkpoint(checkpoint)
     file = Path(output) if output else beside_run(weights, f"evaluation{'' if tasks is None else '_tasks'}.json")
-    if file.is_dir():
-        raise UserError(f"--output {file} is a folder: give the name of a file")
+    check_output(file)
     module, run = load_module(LanguageModule, weights)
     text = TextData(**run["data"] | given)
     module.check_data(text)
@@ -79,7 +82,7 @@ def evaluate(
     place = choose_device(device)
     model: Any = module.model
     model.to(place)
-    facts = {"checkpoint": str(weights), "window": length, "limit": limit, "device": str(place), "dtype": dtype}
+    facts = dict(zip(FACTS, (str(weights), length, limit, str(place), dtype), strict=True))
     if tasks is None:
         stride = stride or max(1, length // 2)
         if stride > length:
@@ -100,6 +103,26 @@ def evaluate(
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}): give another --output") from error
     print(f"written to {file}")
+
+
+def check_output(file: Path) -> None:
+    """Raise a UserError unless `file` is new or an earlier evaluation."""
+    if file.is_dir():
+        raise UserError(f"--output {file} is a folder: give the name of a file")
+    if file.exists() and not (file.is_file() and is_evaluation(file)):
+        raise UserError(f"--output {file} exists and is no earlier evaluation: give another name, or move it away")
+
+
+def is_evaluation(file: Path) -> bool:
+    """Whether a file holds what `evaluate` writes, about text or about tasks."""
+    try:
+        with open(file, encoding="utf-8") as stream:
+            found = json.loads(stream.read(LARGEST))
+    except (OSError, ValueError, RecursionError):
+        return False
+    config = found.get("config") if isinstance(found, dict) else None
+    facts = config.get("model_args") if isinstance(config, dict) else found
+    return isinstance(facts, dict) and facts.keys() >= set(FACTS)
 
 
 def at_least(least: int, **options: int | None) -> None:

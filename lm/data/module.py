@@ -58,6 +58,8 @@ class TextData(PretrainData):
         super().__init__(global_batch_size, micro_batch_size, num_workers, seed)
         if sequence_length < 1:
             raise UserError(f"data.sequence_length is {sequence_length}: it has to be at least 1")
+        if max_bad < 0:
+            raise UserError(f"data.max_bad is {max_bad}: it has to be 0 or more")
         self.source = source
         self.val_source = val_source
         self.tokenizer_name = tokenizer

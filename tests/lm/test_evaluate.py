@@ -177,6 +177,34 @@ def test_a_source_a_limit_and_an_output_of_ones_own(run, tmp_path):
     assert json.loads((run / "evaluation.json").read_text()) == all_of_it
 
 
+def test_only_an_earlier_evaluation_is_replaced(run, tmp_path, capsys):
+    (tmp_path / "page.txt").write_text(TEXTS[3])
+    arguments = ["--checkpoint", str(run), "--data.source", str(tmp_path / "page.txt"), "--output"]
+    earlier = tmp_path / "earlier.json"
+    for _ in range(2):
+        main([*arguments, str(earlier)])
+    facts = dict.fromkeys(("checkpoint", "window", "limit", "device", "dtype"))
+    earlier.write_text(json.dumps({"results": {}, "config": {"model_args": facts}}))  # one of tasks
+    main([*arguments, str(earlier)])
+    assert json.loads(earlier.read_text())["documents"] == 1
+
+    for name, content in {
+        "page.txt": TEXTS[3],
+        "list.json": "[1]",
+        "other.json": '{"checkpoint": "a", "config": {"model_args": "b"}}',
+        "deep.json": "[" * 100_000,
+        "latin.txt": "caf\udce9",
+    }.items():
+        file = tmp_path / name
+        file.write_text(content, errors="surrogateescape")
+        before = file.read_bytes()
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main([*arguments[:2], "--output", str(file)])
+        assert f"--output {file} exists and is no earlier evaluation" in capsys.readouterr().err
+        assert file.read_bytes() == before
+
+
 def test_the_command_equals_brute_force_on_the_checkpoint(run, tmp_path):
     (tmp_path / "page.txt").write_text(TEXTS[3])
     found = evaluate(run, "--data.source", str(tmp_path / "page.txt"), "--stride=7")
@@ -198,7 +226,7 @@ def test_a_checkpoint_that_lies_alone_has_its_evaluation_beside_it(run, tmp_path
     [
         (["--data.source=missing.txt"], ["missing.txt", "no such file"]),
         (["--data.source=none-*.txt"], ["matches nothing"]),
-        (["--data.source=empty.txt"], ["empty.txt", "no documents"]),
+        (["--data.source=empty.txt"], ["empty.txt", "no documents", "give one with text in it"]),
         (["--data.source=broken.jsonl"], ["broken.jsonl, row 1", "not JSON"]),
         (["--data.source=demo:train", "--data.text_field=words"], ["no field 'words'"]),
         (["--data.source=demo:nothing"], ["demo:nothing", "demo:val"]),
@@ -208,7 +236,10 @@ def test_a_checkpoint_that_lies_alone_has_its_evaluation_beside_it(run, tmp_path
         (["--stride=0"], ["--stride is 0"]),
         (["--limit=0"], ["--limit is 0"]),
         (["--batch_size=0"], ["--batch_size is 0"]),
-        (["--device=nowhere"], ["nowhere", "auto"]),
+        (["--device=nowhere"], ["nowhere", "give auto, cpu, cuda or cuda:N"]),
+        (["--device=meta"], ["'meta' cannot be used here: give auto, cpu, cuda or cuda:N"]),
+        (["--device=mkldnn"], ["'mkldnn' cannot be used here: give auto, cpu, cuda or cuda:N"]),
+        (["--data.source=demo:val", "--data.max_bad=-1"], ["data.max_bad is -1: it has to be 0 or more"]),
         (["--dtype=float8"], ["float8", "bfloat16"]),
         (["--num_fewshot=1"], ["--num_fewshot", "--tasks"]),
         (["--include_path=."], ["--include_path", "--tasks"]),
@@ -216,6 +247,7 @@ def test_a_checkpoint_that_lies_alone_has_its_evaluation_beside_it(run, tmp_path
         (["--tasks=arc_easy", "--data.source=x"], ["--data.source", "text"]),
         (["--data.sorce=x"], ["data.sorce"]),
         (["--output=."], ["--output . is a folder"]),
+        (["--output=broken.jsonl"], ["--output broken.jsonl exists and is no earlier evaluation"]),
         (["--tasks=arc_easy"], ["moa-pretrain[eval]"]),
     ],
 )

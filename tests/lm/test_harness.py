@@ -288,6 +288,17 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, evaluate, capfd, arguments, 
     assert not (run / "evaluation_tasks.json").exists()
 
 
+def test_only_an_earlier_evaluation_is_replaced(evaluate, tmp_path, capfd):
+    earlier, mine = tmp_path / "earlier.json", tmp_path / "mine.txt"
+    for _ in range(2):
+        evaluate("--tasks=pages", "--limit=1", "--output", str(earlier))
+    mine.write_text("my own words")
+    with pytest.raises(SystemExit):
+        evaluate("--tasks=pages", "--limit=1", "--output", str(mine))
+    assert f"--output {mine} exists and is no earlier evaluation" in capfd.readouterr().err
+    assert mine.read_text() == "my own words"
+
+
 def test_patterns_name_tasks(manager):
     assert [task.config.task for task in load_tasks(manager, "winogr?nde,pages")] == ["winogrande", "pages"]
     with pytest.raises(UserError, match="no task"):

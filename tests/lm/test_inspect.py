@@ -16,7 +16,8 @@ from lm.data.module import VENDORED
 from lm.mixes import model_mixes
 from lm.module import LanguageModule
 from lm.moe import MoE, MoEConfig
-from lm.passage import pieces, token_names
+from lm.passage import Piece, pieces, token_names
+from lm.text_figure import COLUMNS, MAX_LINES, text_figure, wrap
 from lm.text_page import text_page
 from lm.tokenizers import load_tokenizer
 from moa import FFNConfig
@@ -310,3 +311,38 @@ def test_names_show_white_space_and_cannot_steer_a_terminal():
 def test_a_character_that_the_cut_has_split_is_shown_as_such():
     ids = list("日本".encode())[:4]
     assert [piece.text for piece in pieces(ids, load_tokenizer("bytes"))] == ["日", "\ufffd"]
+
+
+def letters(text: str) -> list[Piece]:
+    return [Piece(place, place + 1, char) for place, char in enumerate(text)]
+
+
+def test_each_letter_of_a_picture_has_a_cell_of_its_own_over_its_colour():
+    text = "aא日e\u0301😀\x07z"
+    weights = torch.tensor([[place / 10] for place in range(len(text))])
+    axes = text_figure(letters(text), [Mix("layer 0", "pi", ["silu"], weights)]).axes[0]
+    # Hebrew stays where it stands; what DejaVu Sans Mono lacks, or does not print, is a box.
+    cells = [("a", 0, 1, 0), ("□", 1, 1, 1), ("□", 2, 2, 2), ("e\u0301", 4, 1, 3), ("□", 5, 2, 5), ("□", 7, 1, 6)]
+    cells.append(("z", 8, 1, 7))
+    words = axes.texts[1:]
+    assert [word.get_text() for word in words] == [shown for shown, *_ in cells]
+    assert len({word.get_position()[1] for word in words}) == 1
+    for word, shade, (_, column, width, piece) in zip(words, axes.patches, cells, strict=True):
+        assert (shade.get_x(), shade.get_width()) == (column, width)
+        assert shade.get_alpha() == pytest.approx(0.75 * piece / 7)
+        assert word.get_position()[0] == column + (width - 1) / 2
+
+
+@pytest.mark.parametrize("word", ["state ", "日本語", "日" * 47 + "a ", "a " + "b" * 95 + "日", "x" * 500])
+def test_a_picture_that_ends_before_the_text_says_so(word):
+    lines = wrap(letters(word * 200))
+    assert len(lines) == MAX_LINES
+    assert [cell.text for line in lines for cell in line if cell.piece is None] == ["…"]
+    assert lines[-1][-1].text == "…"
+    for line in lines:
+        ends = [cell.column + cell.width for cell in line]
+        assert [cell.column for cell in line] == [0, *ends[:-1]]
+        assert ends[-1] <= COLUMNS
+    shown = "".join(cell.text for line in lines for cell in line)
+    assert (word * 200).startswith(shown[:-1])
+    assert not any(cell.piece is None for line in wrap(letters("a\n" * MAX_LINES)) for cell in line)
