@@ -131,7 +131,7 @@ class MoaLlamaForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = Llama(config.llama_config())
         for block in self.model.blocks:
-            block.__class__ = RecomputedBlock  # type: ignore[assignment]  # the parameters keep their names
+            block.__class__ = RecomputedBlock  # the parameters keep their names
         self.post_init()
 
     def forward(

@@ -104,7 +104,9 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> bool
 def end_of_text(tokenizer: Tokenizer) -> str:
     """Return the spelling of the end-of-text token of a tokenizer whose own file is a tokenizer.json."""
     _, content = tokenizer.file()
-    return tokenizers.Tokenizer.from_str(content.decode("utf-8")).id_to_token(tokenizer.eot)
+    end = tokenizers.Tokenizer.from_str(content.decode("utf-8")).id_to_token(tokenizer.eot)
+    assert end is not None
+    return end
 
 
 def write_json(content: dict[str, Any], file: Path) -> None:

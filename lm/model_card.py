@@ -98,8 +98,8 @@ def _tokens(config: LlamaConfig, run: dict[str, Any], tokenizer: Tokenizer, auto
     ]
     if auto_tokenizer:
         lines.append(
-            f"A text that spells `{end_of_text(tokenizer)}` has that token there in the exported tokenizer; in training "
-            "the same spelling was read as characters."
+            f"A text that spells `{end_of_text(tokenizer)}` becomes that token in the exported tokenizer; in "
+            "training the same spelling was read as characters."
         )
     if padding := config.vocab_size - tokenizer.n_vocab:
         lines.append(

@@ -124,7 +124,7 @@ def test_every_file_has_the_permissions_of_the_umask(exported):
 
 
 def test_the_card_says_what_the_spelling_of_the_last_token_becomes(exported):
-    assert "A text that spells `<|endoftext|>` has that token" in (exported / "README.md").read_text()
+    assert "A text that spells `<|endoftext|>` becomes that token" in (exported / "README.md").read_text()
 
 
 def test_the_card_of_a_checkpoint_has_the_numbers_of_its_own_step(swiglu_run):

@@ -205,7 +205,7 @@ def test_three_steps_of_the_trainer_lower_the_loss(pair, tmp_path):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["qd-moa", "qd-moa experts"])
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_gradient_checkpointing_recomputes_the_blocks_and_changes_no_gradient(name, reentrant, monkeypatch):
     model = build(name)
     wrapped = MoaLlamaForCausalLM(MoaLlamaConfig(llama=config_to_dict(model.config))).train()
