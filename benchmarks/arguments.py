@@ -17,7 +17,7 @@ def new_parser(module: str, doc: str | None, rounds: int | None = None) -> argpa
     if rounds is not None:
         parser.add_argument("--rounds", type=positive, default=rounds, help=f"turns of each side (default: {rounds})")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ..; auto (default): cuda if there is one")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--json", type=result_file, help="file for the results")
     return parser
 
 
@@ -46,8 +46,19 @@ def positive(text: str) -> int:
 
 
 def comma_list(text: str) -> list[str]:
-    """Argument type: names with commas between them."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    """Argument type: names with commas between them, one at least."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing: give names with commas between them")
+    return names
+
+
+def result_file(text: str) -> Path:
+    """Argument type: the path of a file to write."""
+    file = Path(text)
+    if not file.name:
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file: give one for the results")
+    return file
 
 
 def kind_list(text: str) -> list[str]:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.arguments import result_file
 from lm.head import cross_entropy_sum
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="bfloat16: autocast")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--json", type=result_file, help="file for the rows")
     parser.add_argument("--peak_of", choices=LOSSES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peak_of:

@@ -31,6 +31,17 @@ _DEFAULTS = {
     "attention_bias": False,
     "mlp_bias": False,
 }
+_NUMBERS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+)
 
 
 def read_foreign(folder: str | Path, config: LlamaConfig, may_differ: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
@@ -42,8 +53,11 @@ def read_foreign(folder: str | Path, config: LlamaConfig, may_differ: tuple[str,
         may_differ: beginnings of the settings of `config` that say nothing of what the weights compute.
 
     Raises:
-        UserError: no such folder, a damaged file, or a model that computes something else.
+        UserError: no such folder, a damaged file, a model that computes something else, or weights that are no
+            finite floating-point numbers.
     """
+    if not str(folder).strip():
+        raise UserError(f"{PREFIX} names no folder: give a folder, {PREFIX}DIR, with config.json and {_WEIGHTS}")
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise UserError(
@@ -79,9 +93,12 @@ def _check_plain(folder: Path, described: dict[str, Any], config: LlamaConfig) -
         ours = f"a mixture of {config.ffn.kind} experts" if config.moe else f"one with {config.ffn.kind}"
         remedy = "set model.ffn.kind to swiglu" + (" and model.moe to null" if config.moe else "")
         raise UserError(f"{folder} is a dense Llama with swiglu, and the model {ours}: {remedy}")
-    rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    rope = _rope(folder, described)
     theirs: dict[str, Any] = _DEFAULTS | {key: value for key, value in described.items() if value is not None}
     theirs["rope_theta"] = rope.get("rope_theta", theirs["rope_theta"])
+    for key in _NUMBERS:
+        if key in theirs and (isinstance(theirs[key], bool) or not isinstance(theirs[key], int | float)):
+            raise UserError(f"{folder}/config.json: {key} is {theirs[key]!r}, not a number")
     if absent := _absent_parts(theirs, rope.get("rope_type", rope.get("type", "default"))):
         raise UserError(f"{folder} has {', '.join(absent)}, which this Llama does not: use another checkpoint")
     settings = {
@@ -103,6 +120,16 @@ def _check_plain(folder: Path, described: dict[str, Any], config: LlamaConfig) -
         raise UserError(f"{folder} has {', '.join(different)}: set the model's keys as there")
 
 
+def _rope(folder: Path, described: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of rotary positions, under either name."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if value := described.get(key):
+            if not isinstance(value, dict):
+                raise UserError(f"{folder}/config.json: {key} is {value!r}: it has to hold keys and values")
+            return value
+    return {}
+
+
 def _absent_parts(theirs: dict[str, Any], rope_type: str) -> list[str]:
     """Return what a Llama of transformers may have and ours never has, as far as this one has it."""
     heads = theirs["num_attention_heads"]
@@ -119,7 +146,7 @@ def _absent_parts(theirs: dict[str, Any], rope_type: str) -> list[str]:
 
 
 def _fit(folder: Path, tensors: dict[str, torch.Tensor], config: LlamaConfig, tied: bool) -> dict[str, torch.Tensor]:
-    """Rename the tensors and check that they are all that the model has, in its shapes."""
+    """Rename the tensors and check that they are all that the model has, in its shapes, and finite."""
     with torch.device("meta"):
         wanted = {name: tuple(value.shape) for name, value in Llama(config).state_dict().items()}
     theirs = {name: exported_name(config, name) for name in wanted}
@@ -138,6 +165,13 @@ def _fit(folder: Path, tensors: dict[str, torch.Tensor], config: LlamaConfig, ti
                 f"{folder} has {theirs[name]} in the shape {found} instead of {shape}: "
                 "its weights are not those of its config.json"
             )
+    for name in theirs.values():
+        value = tensors[name]
+        if not value.is_floating_point():
+            kind = str(value.dtype).removeprefix("torch.")
+            raise UserError(f"{folder} has {name} as {kind}, no floating-point numbers: use another checkpoint")
+        if not value.float().isfinite().all():  # float: what the model holds, and a type that has the test
+            raise UserError(f"{folder} has values in {name} that are not finite: use another checkpoint")
     return {name: tensors[theirs[name]] for name in wanted}
 
 

@@ -4,15 +4,17 @@
 `lm.export` has written. The mathematics is the model's own; here are only the arguments that transformers passes.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lm.cache import KeyValueCache, LayerCache
 from lm.hf_format import OWN, config_from_dict, config_to_dict
-from lm.model import Llama, LlamaConfig
+from lm.model import Block, Llama, LlamaConfig
 from lm.moe import Experts, MoE, Routing
 from moa import FeedForward
 
@@ -84,6 +86,32 @@ class MoaLlamaConfig(PretrainedConfig):
         return self.llama["n_heads"]
 
 
+class RecomputedBlock(Block):
+    """A block that, if told so, computes its forward anew in the backward of training, as transformers asks for."""
+
+    gradient_checkpointing = False
+    recompute: Callable[..., Any]  # set together with it
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: LayerCache | None = None,
+    ) -> tuple[torch.Tensor, Routing | None]:
+        # With a cache, the second forward would add its keys once more.
+        if not (self.gradient_checkpointing and self.training and cache is None):
+            return super().forward(x_BLD, cos, sin, mask, cache)
+        x_BLD, *routing = self.recompute(self._flat_forward, x_BLD, cos, sin, mask)
+        return x_BLD, Routing(*routing) if routing else None
+
+    def _flat_forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        # A reentrant checkpoint finds the tensors of the outermost tuple alone.
+        x_BLD, routing = super().forward(*args)
+        return (x_BLD, *(routing or ()))
+
+
 class MoaLlamaForCausalLM(PreTrainedModel, GenerationMixin):
     """A Llama or LlamaMoE with any feed-forward kind of `moa`, as transformers wants a causal language model.
 
@@ -95,12 +123,15 @@ class MoaLlamaForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     accepts_loss_kwargs = True  # `num_items_in_batch`
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    _no_split_modules = ["RecomputedBlock"]  # noqa: RUF012
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: MoaLlamaConfig) -> None:
         super().__init__(config)
         self.model = Llama(config.llama_config())
+        for block in self.model.blocks:
+            block.__class__ = RecomputedBlock  # the parameters keep their names
         self.post_init()
 
     def forward(
@@ -188,6 +219,17 @@ class MoaLlamaForCausalLM(PreTrainedModel, GenerationMixin):
             config.ffn.reset(module, config.init_std)
         elif isinstance(module, MoE):
             nn.init.zeros_(module.balance_bias)
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        """Recompute every n-th block in the backward, or none; what the library's public switches call."""
+        for index, block in enumerate(self.model.blocks):
+            block.gradient_checkpointing = enable and index % every_n_layers == 0
+            block.recompute = gradient_checkpointing_func
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed

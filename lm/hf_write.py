@@ -13,6 +13,7 @@ from torch import Tensor
 from lm.hf_format import exported_config, exported_name
 from lm.model import Llama
 from lm.tokenizers import Tokenizer
+from pretrain.atomic import readable_as_usual
 from pretrain.errors import UserError
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -45,6 +46,8 @@ def write_model(
         save_torch_state_dict(weights, folder, metadata={"format": "pt"})
     except SafetensorError as error:  # what a full disk is called here
         raise UserError(f"the weights cannot be written ({error}): make room") from error
+    for file in folder.glob("*.safetensors"):
+        readable_as_usual(file)
     write_json(exported_config(config, max_length, tokenizer.eot, dtype), folder / "config.json")
     write_json(generation_config(tokenizer, config.vocab_size), folder / "generation_config.json")
     return write_tokenizer(tokenizer, folder, max_length)
@@ -73,6 +76,9 @@ def generation_config(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> bool:
     """Write the tokenizer's own file and, if AutoTokenizer can read that with the same ids, what it needs besides.
 
+    The ids are the same for every text that does not spell the end-of-text token: AutoTokenizer makes of that spelling
+    the token, `Tokenizer.encode` its characters.
+
     Args:
         max_length: tokens of the sequences that the model has been trained on.
 
@@ -83,7 +89,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> bool
     (folder / name).write_bytes(content)
     if name != "tokenizer.json":
         return False
-    end = tokenizers.Tokenizer.from_str(content.decode("utf-8")).id_to_token(tokenizer.eot)
+    end = end_of_text(tokenizer)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end,
@@ -93,6 +99,14 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> bool
     }
     write_json(config, folder / "tokenizer_config.json")
     return True
+
+
+def end_of_text(tokenizer: Tokenizer) -> str:
+    """Return the spelling of the end-of-text token of a tokenizer whose own file is a tokenizer.json."""
+    _, content = tokenizer.file()
+    end = tokenizers.Tokenizer.from_str(content.decode("utf-8")).id_to_token(tokenizer.eot)
+    assert end is not None
+    return end
 
 
 def write_json(content: dict[str, Any], file: Path) -> None:

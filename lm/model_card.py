@@ -3,6 +3,7 @@
 from typing import Any
 
 from lm.hf_format import is_plain
+from lm.hf_write import end_of_text
 from lm.model import LlamaConfig, num_parameters
 from lm.tokenizers import Tokenizer
 from pretrain.run import versions
@@ -34,7 +35,7 @@ def model_card(
         _use(config, auto_tokenizer),
         _metrics(run, summary, step),
         _parameters(config),
-        _tokens(config, run, tokenizer),
+        _tokens(config, run, tokenizer, auto_tokenizer),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -87,7 +88,7 @@ def _parameters(config: LlamaConfig) -> str:
     return "\n".join(["## Parameters", "", "| role | number | used by a token |", "|---|---|---|", *rows])
 
 
-def _tokens(config: LlamaConfig, run: dict[str, Any], tokenizer: Tokenizer) -> str:
+def _tokens(config: LlamaConfig, run: dict[str, Any], tokenizer: Tokenizer, auto_tokenizer: bool) -> str:
     name, length = run["data"]["tokenizer"], run["data"]["sequence_length"]
     lines = [
         f"## Tokens\n\nThe tokenizer is `{name}` with {tokenizer.n_vocab:,} ids. Every document ends with the id "
@@ -95,6 +96,11 @@ def _tokens(config: LlamaConfig, run: dict[str, Any], tokenizer: Tokenizer) -> s
         "No special token is added to a text, and there is none for padding: for batches of texts set one, and pad on "
         "the left to generate."
     ]
+    if auto_tokenizer:
+        lines.append(
+            f"A text that spells `{end_of_text(tokenizer)}` becomes that token in the exported tokenizer; in "
+            "training the same spelling was read as characters."
+        )
     if padding := config.vocab_size - tokenizer.n_vocab:
         lines.append(
             f"Embedding and head have {config.vocab_size:,} rows. The last {padding:,} belong to no token; they are "

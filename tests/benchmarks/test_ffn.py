@@ -74,6 +74,22 @@ def test_the_command_measures_each_kind_beside_swiglu(tmp_path, capsys):
     assert "qd-moa" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", ""], "argument --json: '' is no name of a file"),
+        (["--kinds", ""], "argument --kinds: '' names nothing"),
+        (["--kinds", ","], "argument --kinds: ',' names nothing"),
+        (["--modes", ","], "argument --modes: ',' names nothing"),
+    ],
+)
+def test_empty_arguments_are_told(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        ffn.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_both_sides_of_a_compiled_row_are_compiled(monkeypatch):
     compiled: list[str] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self.kind))

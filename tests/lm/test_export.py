@@ -117,6 +117,16 @@ def test_the_card_says_what_was_measured_and_counted(swiglu_run, exported):
     assert "272 rows. The last 15 belong to no token" in card
 
 
+def test_every_file_has_the_permissions_of_the_umask(exported):
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in exported.iterdir()} == {0o666 & ~umask}
+
+
+def test_the_card_says_what_the_spelling_of_the_last_token_becomes(exported):
+    assert "A text that spells `<|endoftext|>` becomes that token" in (exported / "README.md").read_text()
+
+
 def test_the_card_of_a_checkpoint_has_the_numbers_of_its_own_step(swiglu_run):
     module, run = load_module(LanguageModule, swiglu_run, weights=False)
     summary = {"final": {"step": 8, "val/loss": 2.5}, "best": {"step": 6, "val/loss": 1.25}}

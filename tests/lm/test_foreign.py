@@ -144,6 +144,49 @@ def test_other_kinds_and_other_models_are_refused(saved, tmp_path):
         read_foreign(folder, OURS)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_parameters": None, "rope_scaling": "linear"},
+            "rope_scaling is 'linear': it has to hold keys and values",
+        ),
+        ({"rope_parameters": [1]}, "rope_parameters is [1]: it has to hold keys and values"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2', not a number"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads is '2', not a number"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta is '1e4', not a number"),
+    ],
+)
+def test_values_of_another_type_are_named(saved, changes, message):
+    _, folder = saved()
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UserError) as error:
+        read_foreign(folder, OURS)
+    assert str(error.value) == f"{file}: {message}"
+
+
+def test_weights_that_are_no_finite_numbers_are_refused_before_a_run_begins(tmp_path):
+    model = build("bi-moa", n_layers=1)
+    (tmp_path / "out").mkdir()
+    write_model(model, load_tokenizer("bytes"), tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    whole = load_file(file)
+    norm = whole["model.norm.weight"]
+    changes = {"model__vocab_size": 264, "model__n_layers": 1, "model__ffn__kind": "bi-moa"}
+    for value, message in (
+        (norm.int(), "has model.norm.weight as int32, no floating-point numbers"),
+        (norm * float("nan"), "has values in model.norm.weight that are not finite"),
+        (norm.double() * 1e300, "has values in model.norm.weight that are not finite"),
+    ):
+        save_file(whole | {"model.norm.weight": value}, file)
+        with pytest.raises(UserError, match=message):
+            train(tmp_path, f"--init_from=hf:{tmp_path / 'out'}", **changes)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(UserError, match="hf: names no folder: give a folder"):
+        read_foreign("", OURS)
+
+
 def test_settings_of_the_model_may_not_differ_but_those_of_training_may(tmp_path):
     model = build("qd-moa experts")
     write_model(model, load_tokenizer("bytes"), tmp_path)

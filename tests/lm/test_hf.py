@@ -203,6 +203,35 @@ def test_three_steps_of_the_trainer_lower_the_loss(pair, tmp_path):
     assert losses[0] > losses[1] > losses[2]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["qd-moa", "qd-moa experts"])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_gradient_checkpointing_recomputes_the_blocks_and_changes_no_gradient(name, reentrant, monkeypatch):
+    model = build(name)
+    wrapped = MoaLlamaForCausalLM(MoaLlamaConfig(llama=config_to_dict(model.config))).train()
+    wrapped.model.load_state_dict(model.state_dict())
+    forwards = []
+    for block in wrapped.model.blocks:
+        block.attn.register_forward_hook(lambda *_: forwards.append(1))
+
+    def gradients() -> tuple[int, dict[str, torch.Tensor]]:
+        forwards.clear()
+        wrapped.zero_grad()
+        wrapped(tokens(2, 9), labels=tokens(2, 9)).loss.backward()
+        return len(forwards), {key: value.grad.clone() for key, value in wrapped.named_parameters()}
+
+    plain_count, plain = gradients()
+    wrapped.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert wrapped.is_gradient_checkpointing
+    count, recomputed = gradients()
+    assert (plain_count, count) == (2, 4)
+    for key, value in plain.items():
+        torch.testing.assert_close(recomputed[key], value)
+    assert wrapped(tokens(1, 4), use_cache=True, return_dict=False)[1].get_seq_length() == 4
+    wrapped.gradient_checkpointing_disable()
+    assert gradients()[0] == 2
+
+
 def test_the_trainers_label_smoothing_shifts_the_labels(qd, tmp_path):
     from transformers import Trainer, TrainingArguments
 
