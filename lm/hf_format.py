@@ -39,6 +39,8 @@ def config_from_dict(data: dict[str, Any]) -> LlamaConfig:
     Raises:
         ValueError: an unknown key, or a value that cannot be.
     """
+    if not isinstance(data, dict):
+        raise ValueError(f"the model's configuration is {data!r}: it has to hold keys and values")
     parts = dict(data)
     for name, part in (("ffn", FFNConfig), ("moe", MoEConfig)):
         if parts.get(name) is not None:
@@ -48,7 +50,7 @@ def config_from_dict(data: dict[str, Any]) -> LlamaConfig:
 
 def _strictly(kind: type, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
-        raise ValueError(f"{where.rstrip('.') or 'the configuration'} is {data!r}: it has to hold keys and values")
+        raise ValueError(f"{where.rstrip('.')} is {data!r}: it has to hold keys and values")
     unknown = sorted(set(data) - {field.name for field in fields(kind)})
     if unknown:
         raise ValueError(f"unknown keys {', '.join(where + name for name in unknown)} in a model's configuration")

@@ -322,3 +322,10 @@ def test_without_transformers_the_import_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'moa-pretrain\[hf\]'"):
         import lm.hf  # noqa: F401
+
+
+def test_a_configuration_of_another_form_is_told():
+    with pytest.raises(ValueError, match="the model's configuration is 3: it has to hold keys and values"):
+        config_from_dict(3)
+    with pytest.raises(ValueError, match="ffn is 'swiglu': it has to hold keys and values"):
+        config_from_dict({"ffn": "swiglu"})
