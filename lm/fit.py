@@ -7,6 +7,7 @@ from pretrain.callbacks import find_callback
 from pretrain.cli import FinishedRun, config_folder, fit
 from pretrain.errors import command
 
+MODULE_CLASS, DATA_CLASS = LanguageModule, TextData
 PROG = "python -m lm.fit"
 GENERATE = "python -m lm.generate"
 DESCRIPTION = "Pre-train a Llama with any feed-forward kind of moa. Without --config: a demo of a few minutes."
@@ -15,8 +16,8 @@ DESCRIPTION = "Pre-train a Llama with any feed-forward kind of moa. Without --co
 def run(args: list[str] | None = None) -> FinishedRun:
     """Train as the arguments say (default: those of the process) and report."""
     finished = fit(
-        LanguageModule,
-        TextData,
+        MODULE_CLASS,
+        DATA_CLASS,
         prog=PROG,
         description=DESCRIPTION,
         demo_config=config_folder() / "lm_tiny.yaml",

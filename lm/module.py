@@ -80,7 +80,6 @@ class LanguageModule(PretrainModule):
         super().__init__(optimizer, schedule, compile_blocks, activation_checkpointing)
         self.config = LlamaConfig(vocab_size, d_model, n_layers, n_heads, ffn, rope_base, norm_eps, init_std, moe)
         self.tokens_per_parameter = tokens_per_parameter
-        self._sequence_length = 0
         self._tokens_per_byte: float | None = None
         self._step_load: torch.Tensor | None = None  # of the experts, in the micro-batches of the step at hand
 
@@ -158,7 +157,8 @@ class LanguageModule(PretrainModule):
         }
 
     def flops_per_unit(self) -> float:
-        return flops_per_token(self.config, self._sequence_length)
+        assert self.plan is not None
+        return flops_per_token(self.config, self.plan.units_per_sample)
 
     def units_budget(self) -> dict[str, float]:
         if self.tokens_per_parameter is None:
@@ -176,7 +176,6 @@ class LanguageModule(PretrainModule):
     def setup(self, stage: str) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         self.check_data(data)
-        self._sequence_length = data.sequence_length
         self._tokens_per_byte = data.val_tokens_per_byte
         super().setup(stage)
 

@@ -54,6 +54,10 @@ class PretrainData(L.LightningDataModule):
         """The seed of the order of the samples."""
         return global_seed() if self.seed is None else self.seed
 
+    def known_samples(self) -> int | None:
+        """Return the samples of the training data, or the most it can have; None if only reading the source would tell."""
+        return None
+
     def train_dataloader(self) -> TrainLoader:
         trainer = self._running_trainer()
         plan: Plan = trainer.lightning_module.plan  # type: ignore[assignment]

@@ -7,6 +7,7 @@ from vision_mae.callbacks import KnnProbe
 from vision_mae.data.module import ImageData
 from vision_mae.module import MaskedAutoencoderModule
 
+MODULE_CLASS, DATA_CLASS = MaskedAutoencoderModule, ImageData
 PROG = "python -m vision_mae.fit"
 DESCRIPTION = (
     "Pre-train a masked autoencoder with any feed-forward kind of moa. Without --config: a demo of a few minutes."
@@ -16,8 +17,8 @@ DESCRIPTION = (
 def run(args: list[str] | None = None) -> FinishedRun:
     """Train as the arguments say (default: those of the process) and report."""
     finished = fit(
-        MaskedAutoencoderModule,
-        ImageData,
+        MODULE_CLASS,
+        DATA_CLASS,
         prog=PROG,
         description=DESCRIPTION,
         demo_config=config_folder() / "mae_tiny.yaml",

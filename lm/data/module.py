@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lm.data.packing import PackedTokens
-from lm.data.prepared import PreparedSplit, cached_prepare, open_prepared
+from lm.data.prepared import PreparedSplit, cached_prepare, is_prepared, open_prepared
 from lm.tokenizers import Tokenizer, load_tokenizer
 from pretrain.data import PretrainData, check_vendored
 from pretrain.errors import UserError
@@ -84,6 +84,11 @@ class TextData(PretrainData):
     @property
     def units_per_sample(self) -> int:
         return self.sequence_length
+
+    def known_samples(self) -> int | None:
+        if is_prepared(self.source):
+            return len(self._packed(open_prepared(self.source, "train")))
+        return None if self.max_tokens is None else -(-self.max_tokens // self.sequence_length)
 
     def prepare_data(self) -> None:
         """Tokenize into the cache what is not there yet; one process does it, the others wait for it."""
