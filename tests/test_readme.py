@@ -22,6 +22,7 @@ SMALL = {
     "vision_mae.fit": SHORT,
     "lm.generate": ["--n_tokens=20"],
     "lm.evaluate": ["--limit=1"],
+    "pretrain.study": ["--dry_run"],  # hours
     "benchmarks.ffn": ["--d=8", "--tokens=8", "--rounds=1", "--modes=eager", "--no-memory"],
     "benchmarks.train_step": [
         *("--config=configs/lm_tiny.yaml", "--length=16", "--rounds=1", "--no-compile", "--no-memory"),
@@ -51,8 +52,8 @@ def newcomer(tmp_path_factory) -> Path:
 
 
 def run(line: str, folder: Path) -> None:
-    module, *arguments = shlex.split(line.removeprefix("python -m "))
-    main = importlib.import_module(module).main
+    module, *arguments = shlex.split(line.removeprefix("python -m "), comments=True)
+    main = importlib.import_module("pretrain.study.__main__" if module == "pretrain.study" else module).main
     if "--trainer.devices" in arguments:  # wants eight GPUs and the network
         with pytest.raises(SystemExit) as done:
             main([*arguments, "--print_config"])

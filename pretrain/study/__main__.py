@@ -42,7 +42,9 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/studies"), help="where runs and reports go")
     parser.add_argument("--retry", action="store_true", help="try the runs again that have failed")
     parser.add_argument("--slurm", nargs="*", metavar="KEY=VALUE", help="submit to SLURM, e.g. timeout_min=720")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings of all runs")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings of all runs"
+    )
     chosen = parser.parse_args(args)
     if chosen.jobs is not None and chosen.jobs < 1:
         raise UserError(f"--jobs is {chosen.jobs}: it has to be at least 1")

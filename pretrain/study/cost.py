@@ -174,7 +174,9 @@ def cost_table(study: Study, costs: list[Cost]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in keep]
     words = ("size", "method")
     lines = [
-        "  ".join(row[i].ljust(w) if rows[0][i] in words else row[i].rjust(w) for i, w in zip(keep, widths, strict=True))
+        "  ".join(
+            row[i].ljust(w) if rows[0][i] in words else row[i].rjust(w) for i, w in zip(keep, widths, strict=True)
+        )
         for row in rows
     ]
     return "\n".join([study.title, *lines, totals(costs)])

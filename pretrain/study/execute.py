@@ -202,4 +202,6 @@ def visible_gpus() -> list[str]:
 def counted(standings: dict[str, Standing]) -> str:
     """Return how many runs ended how, in words."""
     numbers = {state: sum(s.state == state for s in standings.values()) for state in (FINISHED, DIVERGED, FAILED, OPEN)}
-    return ", ".join(f"{number} {'to be done' if state == OPEN else state}" for state, number in numbers.items() if number)
+    return ", ".join(
+        f"{number} {'to be done' if state == OPEN else state}" for state, number in numbers.items() if number
+    )

@@ -116,8 +116,11 @@ def all_runs(study: Study, loss_of: Callable[[Run], float | None], is_selected: 
 
 
 def most_seed_runs(study: Study, point: Point) -> int:
-    """Return how many runs the second stage has for a point, at most: `best` and `common` may turn out the same."""
-    modes = {mode for mode in study.then_lrs if mode != BEST or point.method in study.select_methods}
+    """Return how many runs the second stage adds for a point, at most: `best` and `common` may turn out the same."""
+    is_selected = point.method in study.select_methods
+    modes = {mode for mode in study.then_lrs if mode != BEST or is_selected}
     if point.method == study.baselines[point.method] and {BEST, COMMON} <= modes:
         modes.discard(COMMON)
-    return len(modes) * len(study.then_seeds)
+    # A rate of the grid on the seed of the selection has been run by then.
+    had = {mode for mode in modes if is_selected and (mode in (BEST, COMMON) or mode in point.lrs)}
+    return sum(not (seed == study.select_seed and mode in had) for mode in modes for seed in study.then_seeds)

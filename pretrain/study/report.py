@@ -89,7 +89,9 @@ def report_warnings(compared: Comparisons, results: Results) -> list[str]:
 def _facts(study: Study, results: Results) -> str:
     finished = [result.summary for result in results.all if result.state == FINISHED]
     counts = Counter(result.state for result in results.all)
-    lines = [f"{len(results.all)} runs of `{study.command}`: {', '.join(f'{n} {s}' for s, n in sorted(counts.items()))}."]
+    lines = [
+        f"{len(results.all)} runs of `{study.command}`: {', '.join(f'{n} {s}' for s, n in sorted(counts.items()))}."
+    ]
     if finished:
         steps = sorted({summary["total_steps"] for summary in finished})
         unit = next(key for key in finished[0] if key.endswith("_seen"))

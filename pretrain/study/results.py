@@ -89,10 +89,14 @@ def read_results(file: Path) -> Results:
     try:
         data = json.loads(gzip.decompress(file.read_bytes()))
         if data["format"] != FORMAT:
-            raise UserError(f"{file} has format {data['format']}, this version reads {FORMAT}: gather the results again")
+            raise UserError(
+                f"{file} has format {data['format']}, this version reads {FORMAT}: gather the results again"
+            )
         return Results(Result(**result) for result in data["results"])
     except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file} holds no results of a study ({error}): give the results.json.gz of a report") from error
+        raise UserError(
+            f"{file} holds no results of a study ({error}): give the results.json.gz of a report"
+        ) from error
 
 
 def _downstream(folder: Path) -> dict[str, float]:
@@ -104,7 +108,9 @@ def _downstream(folder: Path) -> dict[str, float]:
         found = json.loads(file.read_text())
         if found.get("table_3"):  # the paper's tasks, each with the paper's metric
             return {task: float(value) for task, value in found["table_3"].items()}
-        scores = {task: metrics.get("acc_norm,none", metrics.get("acc,none")) for task, metrics in found["results"].items()}
+        scores = {
+            task: metrics.get("acc_norm,none", metrics.get("acc,none")) for task, metrics in found["results"].items()
+        }
         return {task: 100 * float(score) for task, score in scores.items() if score is not None}
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{file} cannot be read ({error}): evaluate the run again") from error

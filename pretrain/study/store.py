@@ -163,7 +163,10 @@ def _completed(folder: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
     last = folder / "checkpoints" / LAST
     if not last.is_file():
         return None
-    checkpoint = read_checkpoint(last, resumable=True)
+    try:
+        checkpoint = read_checkpoint(last, resumable=True)
+    except UserError:  # the run itself will say what is wrong with it
+        return None
     record = checkpoint["callbacks"].get(RunRecord.__qualname__, {})
     step = checkpoint["global_step"]
     if step < summary["total_steps"] or record.get("final", {}).get("step") != step:
@@ -173,6 +176,13 @@ def _completed(folder: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
     unit = next((key for key in summary if key.endswith("_seen")), None)
     seen = {unit: samples * plan["units_per_sample"]} if unit else {}
     trained = {k: v for row in read_curve(folder)[-1:] for k, v in row.items() if k.startswith("train/")}
-    return summary | seen | {
-        "exit_state": FINISHED, "step": step, "final": record["final"] | trained, "best": record["best"],
-    }
+    return (
+        summary
+        | seen
+        | {
+            "exit_state": FINISHED,
+            "step": step,
+            "final": record["final"] | trained,
+            "best": record["best"],
+        }
+    )
