@@ -55,7 +55,7 @@ class PretrainData(L.LightningDataModule):
         return global_seed() if self.seed is None else self.seed
 
     def known_samples(self) -> int | None:
-        """Return the samples of the training data, or the most it can have; None if only reading the source would tell."""
+        """Return how many training samples there are, at most; None if only reading the source would tell."""
         return None
 
     def train_dataloader(self) -> TrainLoader:

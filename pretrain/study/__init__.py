@@ -1,1 +1,1 @@
-"""Studies: grids of runs over one command, from a YAML file to a table and figures (`python -m pretrain.study FILE`)."""
+"""Studies: a YAML file, a grid of runs, a table and figures (`python -m pretrain.study FILE`)."""

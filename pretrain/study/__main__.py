@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pretrain.errors import UserError, command
-from pretrain.study.cost import Cost, cost_table, devices, study_costs
-from pretrain.study.execute import Stop, Workers, counted, slots, visible_gpus
+from pretrain.study.cost import cost_table, study_costs
+from pretrain.study.execute import Stop, counted
 from pretrain.study.file import KEYS, Study, read_study
-from pretrain.study.grid import Run, seed_runs, select, selection_runs
-from pretrain.study.progress import View
 from pretrain.study.report import write_report
-from pretrain.study.results import Results, gather, read_results
+from pretrain.study.results import gather, read_results
 from pretrain.study.settings import parse_value
-from pretrain.study.slurm import JOB_FILES, make_executor, submit
-from pretrain.study.store import FAILED, OPEN, Store
+from pretrain.study.stages import known_runs, queue, work
+from pretrain.study.store import FAILED, Store
 
 PROG = "python -m pretrain.study"
 
@@ -78,7 +76,11 @@ def main(args: list[str] | None = None) -> None:
             store.forget_failure(run)
     stop = Stop()
     with stop.listening():
-        complete = queue(study, store, chosen) if chosen.slurm is not None else work(study, store, costs, stop, chosen)
+        complete = (
+            work(study, store, costs, stop, chosen.jobs)
+            if chosen.slurm is None
+            else queue(study, store, pairs(chosen.slurm))
+        )
     if stop.signal is not None:
         print(f"stopped: go on with `{PROG} {chosen.file}`")
         sys.exit(128 + stop.signal)
@@ -91,57 +93,9 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(1)
 
 
-def stages(study: Study, store: Store) -> list[list[Run]]:
-    """Return the runs of the first stage and, once all of those have ended, of the second."""
-    first = selection_runs(study)
-    if any(store.standing(run).state == OPEN for run in first):
-        return [first]
-    selections = select(study, lambda run: store.standing(run).loss)
-    return [first, seed_runs(study, selections)]
-
-
-def known_runs(study: Study, store: Store) -> list[Run]:
-    """Return every run that is known by now, each once."""
-    return list({run.key: run for stage in stages(study, store) for run in stage}.values())
-
-
-def work(study: Study, store: Store, costs: list[Cost], stop: Stop, chosen: argparse.Namespace) -> bool:
-    """Run both stages on this machine; return whether nothing is left to do."""
-    environments = slots(chosen.jobs, max(devices(point.settings) for point in study.points), visible_gpus)
-    steps = {(cost.point.size, cost.point.method): cost.plan.total_steps for cost in costs}
-    for number in range(2):
-        known = known_runs(study, store)
-        left = [run for run in known if store.standing(run).state == OPEN]
-        if not left:
-            continue
-        view = View(store, steps, len(known), len(known) - len(left))
-        try:
-            Workers(store, environments, view, stop, study.keep_checkpoints).work(left)
-        finally:
-            view.close()
-        if stop.signal is not None or len(stages(study, store)) == 1:
-            return False
-        if number == 0:
-            for selection in select(study, lambda run: store.standing(run).loss).values():
-                if selection.warning:
-                    print(f"warning: {selection.warning}", file=sys.stderr)
-    return all(store.standing(run).state != OPEN for run in known_runs(study, store))
-
-
-def queue(study: Study, store: Store, chosen: argparse.Namespace) -> bool:
-    """Submit what can be run by now to the cluster; return whether nothing is left to do."""
-    parameters = pairs(chosen.slurm)
-    executor = make_executor(store.root / JOB_FILES, parameters, parameters.pop("cluster", None))
-    left = [run for run in known_runs(study, store) if store.standing(run).state == OPEN]
-    if left:
-        jobs, queued = submit(store, left, executor, study.keep_checkpoints)
-        print(f"submitted {len(jobs)} jobs" + (f" ({jobs[0].job_id} ..)" if jobs else "") + f", {queued} were queued")
-    return not left
-
-
 def report(study: Study, store: Store, chosen: argparse.Namespace) -> None:
     """Write the report of what there is."""
-    results: Results = read_results(chosen.results) if chosen.results else gather(store, known_runs(study, store))
+    results = read_results(chosen.results) if chosen.results else gather(store, known_runs(study, store))
     print(f"report  {write_report(study, results, chosen.output / study.name / 'report')}")
 
 

@@ -107,19 +107,8 @@ def _cost(study: Study, point: Point, prepare: bool) -> Cost:
         data.prepare_data()
         data.setup("fit")
         check_run(cli)
-        n_samples = len(data.train_dataset)
     else:
-        n_samples = data.known_samples() or point.samples or UNCOUNTED
-    module.plan = make_plan(
-        cli.trainer,
-        n_samples=n_samples,
-        global_batch_size=data.global_batch_size,
-        micro_batch_size=data.micro_batch_size,
-        units_per_sample=data.units_per_sample,
-        units_budget=module.units_budget(),
-    )
-    if module.plan.n_samples == UNCOUNTED and module.plan.limit == "trainer.max_epochs":
-        raise UserError("the run ends by trainer.max_epochs, and the source is not at hand: say its size as `samples`")
+        module.plan = _plan_unread(cli, point)
     accumulation_steps(data.global_batch_size, data.micro_batch_size, devices(point.settings))
     counts = module.parameter_counts()
     return Cost(
@@ -132,6 +121,22 @@ def _cost(study: Study, point: Point, prepare: bool) -> Cost:
         selection_runs=len(point.lrs) if point.method in study.select_methods else 0,
         seed_runs=most_seed_runs(study, point),
     )
+
+
+def _plan_unread(cli: PretrainCLI, point: Point) -> Plan:
+    """Return the plan of a run whose source is not read now."""
+    module, data = cli.model, cli.datamodule
+    plan = make_plan(
+        cli.trainer,
+        n_samples=data.known_samples() or point.samples or UNCOUNTED,
+        global_batch_size=data.global_batch_size,
+        micro_batch_size=data.micro_batch_size,
+        units_per_sample=data.units_per_sample,
+        units_budget=module.units_budget(),
+    )
+    if plan.n_samples == UNCOUNTED and plan.limit == "trainer.max_epochs":
+        raise UserError("the run ends by trainer.max_epochs, and the source is not at hand: say its size as `samples`")
+    return plan
 
 
 def devices(settings: dict[str, Any]) -> int:
@@ -166,10 +171,9 @@ def cost_table(study: Study, costs: list[Cost]) -> str:
     for cost in costs:
         runs = f"{cost.selection_runs}" + (f" + {cost.seed_runs}" if cost.seed_runs else "")
         epochs = "?" if cost.epochs is None else f"{cost.epochs:.2f}"
-        rows.append(
-            [cost.point.size, cost.point.method, f"{cost.parameters:,}", f"{cost.activated:,}"]
-            + [f"{cost.plan.total_steps:,}", f"{cost.units:,}", epochs, f"{cost.flops:.2e}", runs]
-        )
+        counts = (cost.parameters, cost.activated, cost.plan.total_steps, cost.units)
+        words = (cost.point.size, cost.point.method, *(f"{count:,}" for count in counts))
+        rows.append([*words, epochs, f"{cost.flops:.2e}", runs])
     keep = [i for i, name in enumerate(rows[0]) if name not in ("size", "activated") or _tells(rows, i, name)]
     widths = [max(len(row[i]) for row in rows) for i in keep]
     words = ("size", "method")

@@ -1,4 +1,4 @@
-"""Run the runs of a study as processes of this machine, some at a time, so that any of them can be killed at any moment."""
+"""The runs of a study as processes of this machine, some at a time; each may be killed at any moment."""
 
 import os
 import signal
@@ -174,12 +174,13 @@ def slots(jobs: int | None, devices_per_run: int, visible: Callable[[], list[str
     Raises:
         UserError: fewer GPUs than the jobs need.
     """
-    gpus, cores = visible(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = visible()
     jobs = jobs or max(1, len(gpus) // devices_per_run)
     if gpus and jobs * devices_per_run > len(gpus):
         raise UserError(
-            f"{jobs} jobs of {devices_per_run} device(s) need {jobs * devices_per_run} GPUs, and there are {len(gpus)}: "
-            f"give --jobs {max(1, len(gpus) // devices_per_run)}, or set trainer.devices"
+            f"{jobs} jobs of {devices_per_run} device(s) need {jobs * devices_per_run} GPUs, and there are {len(gpus)}"
+            f": give --jobs {max(1, len(gpus) // devices_per_run)}, or set trainer.devices"
         )
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // jobs)))
     environments = []

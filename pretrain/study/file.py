@@ -25,7 +25,7 @@ KEYS = {
     "then": "{seeds: [..], lr: [best, common, NUMBER]}: the runs at the selected learning rates",
     "epochs": "how often a budget may read its source; default 1",
     "samples": "training samples of a source that is not at hand when the study is planned",
-    "runs": "folder of the runs below runs/studies, shared by studies that name the same one; default: the study's name",
+    "runs": "folder of the runs, shared by studies that name the same one; default: the study's name",
     "keep_checkpoints": "false deletes those of finished runs",
 }
 OF_A_SIZE = ("config", "lr", "samples")

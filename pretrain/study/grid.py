@@ -103,18 +103,6 @@ def seed_runs(study: Study, selections: dict[tuple[str, str], Selection]) -> lis
     return list(runs.values())
 
 
-def all_runs(study: Study, loss_of: Callable[[Run], float | None], is_selected: bool) -> list[Run]:
-    """Return the runs of a study that are known by now, each once.
-
-    Args:
-        is_selected: whether the first stage has ended, so that the second is known too.
-    """
-    runs = {run.key: run for run in selection_runs(study)}
-    for run in seed_runs(study, select(study, loss_of)) if is_selected else ():
-        runs.setdefault(run.key, run)
-    return list(runs.values())
-
-
 def most_seed_runs(study: Study, point: Point) -> int:
     """Return how many runs the second stage adds for a point, at most: `best` and `common` may turn out the same."""
     is_selected = point.method in study.select_methods

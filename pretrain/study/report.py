@@ -110,10 +110,10 @@ def _range(values: list[int]) -> str:
 def _meaning(study: Study) -> str:
     baselines = " and ".join(f"`{name}`" for name in dict.fromkeys(study.baselines.values()))
     return (
-        f"Relative: terminal validation loss minus that of the baseline ({baselines}) with the same seed, mean ± standard "
-        "deviation over the seeds; below 0 is better. Interval and p: Student's t for pairs. Parameters: in all, and "
-        "against the baseline. Time: of a step against the baseline's, as these runs measured it, beside whatever else "
-        "the machine did."
+        f"Relative: terminal validation loss minus that of the baseline ({baselines}) with the same seed, mean ± "
+        "standard deviation over the seeds; below 0 is better. Interval and p: Student's t for pairs. "
+        "Parameters: in all, and against the baseline. "
+        "Time: of a step against the baseline's, as these runs measured it, beside whatever else the machine did."
     )
 
 

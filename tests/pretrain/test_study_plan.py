@@ -84,7 +84,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, capsys, monkeypat
     shown = capsys.readouterr().out
     tokens = 10 * 16 * 256
     assert [line.split()[0] for line in shown.splitlines()[2:4]] == ["swiglu", "moa"]
-    assert "2 + 2" in shown and "2 + 4" in shown
+    assert "2 + 2" in shown
+    assert "2 + 4" in shown
     assert f"10 runs at most: {10 * tokens:,} tokens" in shown
     assert list(tmp_path.iterdir()) == [file]
 

@@ -142,9 +142,9 @@ def test_each_slot_has_devices_and_threads_of_its_own(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     environments = slots(None, 2, lambda: ["0", "1", "2", "5"])
     assert [e["CUDA_VISIBLE_DEVICES"] for e in environments] == ["0,1", "2,5"]
-    assert slots(4, 1, lambda: []) == [{"OMP_NUM_THREADS": "2"}] * 4
-    assert len(slots(None, 1, lambda: [])) == 1
-    with pytest.raises(UserError, match="3 jobs of 2 device.* need 6 GPUs, and there are 4: give --jobs 2"):
+    assert slots(4, 1, list) == [{"OMP_NUM_THREADS": "2"}] * 4
+    assert len(slots(None, 1, list)) == 1
+    with pytest.raises(UserError, match=r"3 jobs of 2 device.* need 6 GPUs, and there are 4: give --jobs 2"):
         slots(3, 2, lambda: ["0", "1", "2", "5"])
 
 
@@ -189,7 +189,8 @@ def test_a_study_killed_in_the_middle_ends_with_the_table_of_one_that_ran_throug
     study = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
     while not (saved := list(tmp_path.glob("killed/study/*/*/checkpoints/last.ckpt"))):
-        assert study.poll() is None and time.monotonic() < deadline
+        assert study.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     kill_all(study)
     unfinished = saved[0].parent.parent
