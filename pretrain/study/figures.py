@@ -1,37 +1,18 @@
 """The figures of a report, as SVG: the same results give the same bytes."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, NullFormatter
 
 from pretrain.study.compare import Comparison, Comparisons
+from pretrain.study.curves import curves_figure
 from pretrain.study.statistics import ScalingLaw, log_ratio, quantile
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-# Baselines in greys; methods in colours that colour-blind readers can tell apart (Okabe and Ito), then darker ones.
-GREYS = ("#4d4d4d", "#8c8c8c", "#b3b3b3")
-COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#a05a2c", "#11a579", "#b22222")
-STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e6e6",
-    "legend.frameon": False,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-    "svg.hashsalt": "study",  # ids in the file would be drawn at random
-    "svg.fonttype": "path",
-}
-ACROSS = 3  # panels side by side
+from pretrain.study.style import STYLE, colours, legend, panels
 
 
 def draw_figures(compared: Comparisons, laws: dict[str, ScalingLaw], folder: Path) -> dict[str, str]:
@@ -53,15 +34,6 @@ def draw_figures(compared: Comparisons, laws: dict[str, ScalingLaw], folder: Pat
     return files
 
 
-def colours(compared: Comparisons) -> dict[str, str]:
-    """Return the colour of every method, the same in all figures."""
-    baselines = list(dict.fromkeys(compared.study.baselines.values()))
-    others = [method for method in compared.study.methods if method not in baselines]
-    return {name: GREYS[i % len(GREYS)] for i, name in enumerate(baselines)} | {
-        name: COLOURS[i % len(COLOURS)] for i, name in enumerate(others)
-    }
-
-
 def relative_figure(compared: Comparisons) -> Figure | None:
     """Terminal loss relative to the baseline: every seed a dot, the mean a bar, the confidence interval a line."""
     shown = [c for c in compared.main if c.versus is not None]
@@ -71,21 +43,23 @@ def relative_figure(compared: Comparisons) -> Figure | None:
     rows = max(len([c for c in shown if c.point.size == size]) for size in sizes)
     colour = colours(compared)
     with matplotlib.rc_context(STYLE):
-        figure, panels = _panels(sizes, width=5.0 if len(sizes) == 1 else 3.4, height=0.9 + 0.34 * rows, share_x=True)
-        for size, axes in zip(sizes, panels, strict=True):
+        figure, plots = panels(sizes, width=5.0 if len(sizes) == 1 else 3.4, height=0.9 + 0.34 * rows, share_x=True)
+        for size, axes in zip(sizes, plots, strict=True):
             here = [c for c in shown if c.point.size == size]
             for row, c in enumerate(here):
                 _relative_row(axes, row, c, colour[c.point.method])
-            axes.set_yticks(range(len(here)), [c.point.method for c in here])
+            axes.set_yticks(range(len(here)), [_against(compared, c) for c in here])
             axes.set_ylim(len(here) - 0.4, -0.6)
             axes.grid(axis="y", visible=False)
             axes.axvline(0, color="#4d4d4d", linewidth=1)
-            axes.set_xlabel("validation loss relative to the baseline")
+            axes.use_sticky_edges = False  # a bar's foot would be the edge of the panel
+            axes.margins(x=0.06)
             axes.set_title(size)
+        figure.supxlabel("terminal validation loss, relative to the baseline's", fontsize=9)
     return figure
 
 
-def _relative_row(axes: "Axes", row: int, c: Comparison, colour: str) -> None:
+def _relative_row(axes: Axes, row: int, c: Comparison, colour: str) -> None:
     versus = c.versus
     assert versus is not None
     axes.barh(row, versus.mean, height=0.62, color=colour, alpha=0.35, linewidth=0)
@@ -95,48 +69,9 @@ def _relative_row(axes: "Axes", row: int, c: Comparison, colour: str) -> None:
         axes.plot([versus.low, versus.high], [row, row], color=colour, linewidth=1.2)
 
 
-def curves_figure(compared: Comparisons) -> Figure | None:
-    """Validation loss over the tokens (or images) of training: mean over the seeds, and their range."""
-    sizes = [s for s in compared.study.sizes if any(len(_curve(c)[0]) > 1 for c in compared.at(s))]
-    if not sizes:
-        return None
-    colour = colours(compared)
-    with matplotlib.rc_context(STYLE):
-        figure, panels = _panels(sizes, width=5.6 if len(sizes) == 1 else 3.6, height=3.4)
-        for size, axes in zip(sizes, panels, strict=True):
-            lowest, highest = np.inf, -np.inf
-            for c in compared.at(size):
-                x, losses = _curve(c)
-                if len(x) < 2:
-                    continue
-                mean, paint = losses.mean(0), colour[c.point.method]
-                axes.plot(x, mean, color=paint, label=c.point.method, linewidth=1.5)
-                axes.fill_between(x, losses.min(0), losses.max(0), color=paint, alpha=0.15, linewidth=0)
-                lowest, highest = min(lowest, mean.min()), max(highest, mean[len(mean) // 3])
-            # The first third falls from far above: what tells the methods apart is below it.
-            axes.set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.25 * (highest - lowest))
-            axes.set(title=size, xlabel=f"{_unit(compared)} of training", ylabel="validation loss")
-            axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=" "))
-        _legend(figure, panels[0])
-    return figure
-
-
-def _curve(c: Comparison) -> tuple[Any, Any]:
-    """Return the tokens (or images) at which every seed was validated, and the losses there, (seeds, points)."""
-    by_seed = [{int(row["step"]): row["val/loss"] for row in run.curve if "val/loss" in row} for run in c.runs]
-    steps = sorted(set.intersection(*map(set, by_seed))) if by_seed else []
-    per_step = 1.0
-    if c.runs:
-        plan = c.runs[0].summary["plan"]
-        per_step = plan["global_batch_size"] * plan["units_per_sample"]
-    return np.array(steps) * per_step, np.array([[losses[step] for step in steps] for losses in by_seed])
-
-
-def _unit(compared: Comparisons) -> str:
-    for comparison in compared.main:
-        for run in comparison.runs:
-            return next(key for key in run.summary if key.endswith("_seen")).removesuffix("_seen")
-    return "steps"
+def _against(compared: Comparisons, c: Comparison) -> str:
+    """Return the name of a method, with its baseline's where a study has several."""
+    return f"{c.point.method} − {c.baseline}" if len(set(compared.study.baselines.values())) > 1 else c.point.method
 
 
 def rates_figure(compared: Comparisons) -> Figure | None:
@@ -147,8 +82,8 @@ def rates_figure(compared: Comparisons) -> Figure | None:
     sizes = [size for size in compared.study.sizes if any(s.size == size for s in chosen)]
     colour = colours(compared)
     with matplotlib.rc_context(STYLE):
-        figure, panels = _panels(sizes, width=5.6 if len(sizes) == 1 else 3.6, height=3.2)
-        for size, axes in zip(sizes, panels, strict=True):
+        figure, plots = panels(sizes, width=5.6 if len(sizes) == 1 else 3.6, height=3.2)
+        for size, axes in zip(sizes, plots, strict=True):
             rates: set[float] = set()
             for selection in (s for s in chosen if s.size == size):
                 x = [lr for lr, loss in selection.losses.items() if np.isfinite(loss)]
@@ -162,7 +97,7 @@ def rates_figure(compared: Comparisons) -> Figure | None:
             axes.set_xticks(sorted(rates), [f"{lr:g}" for lr in sorted(rates)])
             axes.minorticks_off()
             axes.set(title=size, xlabel="peak learning rate", ylabel="terminal validation loss")
-        _legend(figure, panels[0])
+        legend(figure, plots[0])
     return figure
 
 
@@ -189,14 +124,14 @@ def scaling_figure(compared: Comparisons, laws: dict[str, ScalingLaw]) -> Figure
         left.set(xscale="log", xlabel="parameters", ylabel="terminal validation loss")
         right.set(xscale="log", xlabel="parameters", ylabel="log(baseline's loss / loss)")
         for axes in (left, right):
-            axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=" "))
-            axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-        _legend(figure, left)
+            axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        legend(figure, left)
     return figure
 
 
 def _log_ratio_panel(
-    axes: "Axes", compared: Comparisons, method: str, laws: dict[str, ScalingLaw], grid: Any, colour: str
+    axes: Axes, compared: Comparisons, method: str, laws: dict[str, ScalingLaw], grid: Any, colour: str
 ) -> None:
     baseline = compared.study.baselines[method]
     value, error = log_ratio(laws[baseline], laws[method], grid)
@@ -209,19 +144,3 @@ def _log_ratio_panel(
         theirs = means.get((c.point.size, baseline))
         if c.point.method == method and c.mean is not None and theirs is not None and c.parameters is not None:
             axes.plot(c.parameters, np.log(theirs / c.mean), "o", color=colour, markersize=4)
-
-
-def _panels(names: list[str], width: float, height: float, share_x: bool = False) -> tuple[Figure, list["Axes"]]:
-    """Return a figure with a panel for each name, in rows of `ACROSS`."""
-    across = min(len(names), ACROSS)
-    down = -(-len(names) // across)
-    figure = Figure(figsize=(width * across, height * down), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False, sharex=share_x).ravel()
-    for axes in panels[len(names) :]:
-        axes.set_visible(False)
-    return figure, list(panels[: len(names)])
-
-
-def _legend(figure: Figure, axes: "Axes") -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8)

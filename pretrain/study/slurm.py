@@ -105,6 +105,15 @@ def _is_queued(store: Store, run: Run) -> bool:
     if not file.is_file():
         return False
     record = json.loads(file.read_text())
-    kinds = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}
-    job = kinds[record["cluster"]](folder=record["folder"], job_id=record["job_id"])
-    return not job.done(force_check=True)
+    if record["cluster"] == "slurm":
+        return not submitit.SlurmJob(folder=record["folder"], job_id=record["job_id"]).done(force_check=True)
+    job: Any = submitit.LocalJob(folder=record["folder"], job_id=record["job_id"])
+    return not job.paths.result_pickle.exists() and _is_alive(int(job.job_id))
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except OSError:
+        return False
+    return True

@@ -9,6 +9,7 @@ from scipy import optimize, stats
 from pretrain.errors import UserError
 
 CONFIDENCE = 0.95
+EXPONENTS = (0.03, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2)  # where the search for the best one may start
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,7 @@ class ScalingLaw:
 
     def gradient(self, n: Any) -> Any:
         """Return the derivatives of L(n) by (floor, scale, exponent), (3, len(n))."""
-        x = np.asarray(n, dtype=float) / self.reference
-        power = x**-self.exponent
-        return np.stack([np.ones_like(x), power, -self.scale * power * np.log(x)])
+        return _gradient(np.asarray(n, dtype=float) / self.reference, self.floor, self.scale, self.exponent)
 
     def variance(self, n: Any) -> Any:
         """Return the variance of the fitted L(n), to first order in the errors of the estimates."""
@@ -103,8 +102,10 @@ def fit_scaling_law(sizes: Any, losses: Any) -> ScalingLaw:
         raise UserError(f"a scaling law has three parameters, and there are {len(set(n.tolist()))} sizes")
     reference = float(np.exp(np.log(n).mean()))
     x = n / reference
-    fits = [_least_squares(x, loss, exponent) for exponent in (0.05, 0.2, 0.5, 1.0)]
-    best = min(fits, key=lambda fit: fit.cost)
+    start = min((_line(x, loss, exponent) for exponent in EXPONENTS), key=lambda line: line[0])[1]
+    best = optimize.least_squares(
+        lambda p: _law(x, *p) - loss, start, lambda p: _gradient(x, *p).T, x_scale="jac", xtol=1e-12, ftol=1e-12
+    )
     free = len(n) - 3
     covariance = None
     if free > 0:
@@ -113,15 +114,21 @@ def fit_scaling_law(sizes: Any, losses: Any) -> ScalingLaw:
     return ScalingLaw(floor, scale, exponent, reference, covariance, free)
 
 
-def _least_squares(x: Any, loss: Any, exponent: float) -> Any:
-    """Fit from a first guess of the exponent, for which the other two are a line's intercept and slope."""
-    slope, intercept = np.polyfit(x**-exponent, loss, 1)
-    start = [intercept, slope, exponent]
-    return optimize.least_squares(lambda p: _law(x, *p) - loss, start, x_scale=[1.0, 1.0, 0.1], xtol=1e-12, ftol=1e-12)
+def _line(x: Any, loss: Any, exponent: float) -> tuple[float, list[float]]:
+    """Return the squared error, and (floor, scale, exponent), of the best law with a given exponent: a line's."""
+    power = x**-exponent
+    scale = np.cov(power, loss, bias=True)[0, 1] / power.var()
+    floor = loss.mean() - scale * power.mean()
+    return float(np.square(_law(x, floor, scale, exponent) - loss).sum()), [floor, scale, exponent]
 
 
 def _law(x: Any, floor: float, scale: float, exponent: float) -> Any:
     return floor + scale * x**-exponent
+
+
+def _gradient(x: Any, floor: float, scale: float, exponent: float) -> Any:
+    power = x**-exponent
+    return np.stack([np.ones_like(x), power, -scale * power * np.log(x)])
 
 
 def log_ratio(baseline: ScalingLaw, method: ScalingLaw, n: Any) -> tuple[Any, Any]:

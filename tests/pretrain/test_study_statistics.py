@@ -80,7 +80,7 @@ def test_the_log_ratio_is_that_of_the_two_laws_with_the_error_of_both():
             fit_scaling_law(SIZES, 0.99 * truth(SIZES) + random.normal(0, 0.002, 8)),
             SIZES,
         )
-        for _ in range(200)
+        for _ in range(150)
     ]
     spread = np.std([draw for draw, _ in draws], axis=0)
     typical = np.sqrt(np.mean([e**2 for _, e in draws], axis=0))
