@@ -74,11 +74,10 @@ def study_costs(study: Study, prepare: bool) -> list[Cost]:
     quieten_libraries()
     costs = []
     for point in study.points:
-        where = f"{study.name}, {point.size} {point.method}".replace("  ", " ")
         try:
             costs.append(_cost(study, point, prepare))
         except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+            raise UserError(f"{study.name}, {point.label}: {error}") from error
     for cost in costs:
         check_budget(study, cost)
     return costs
@@ -94,7 +93,7 @@ def check_budget(study: Study, cost: Cost) -> None:
     if cost.epochs > study.epochs:
         have = cost.plan.n_samples * cost.plan.units_per_sample
         raise UserError(
-            f"{study.name}, {cost.point.size} {cost.point.method}: {cost.units:,} {cost.unit} ({cost.plan.limit}) read "
+            f"{study.name}, {cost.point.label}: {cost.units:,} {cost.unit} ({cost.plan.limit}) read "
             f"the source's {have:,} {cost.epochs:.2f} times, and the study allows {study.epochs:g}: set `epochs` to "
             "that number if the source may repeat, or give a larger source"
         )

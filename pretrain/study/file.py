@@ -41,6 +41,10 @@ class Point:
     lrs: tuple[float, ...]
     samples: int | None
 
+    @property
+    def label(self) -> str:
+        return f"{self.size} {self.method}".strip()
+
 
 @dataclass(frozen=True)
 class Study:

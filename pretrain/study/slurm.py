@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,8 @@ def make_executor(folder: Path, parameters: dict[str, Any], cluster: str | None 
 def submit(store: Store, runs: list[Run], executor: Any, keep_checkpoints: bool) -> tuple[list[Any], int]:
     """Submit the runs that are not queued yet as one array; return the new jobs, and how many others are queued."""
     fresh = [run for run in runs if not _is_queued(store, run)]
-    jobs = []
-    with executor.batch():
+    jobs: list[Any] = []
+    with executor.batch() if fresh else nullcontext():
         for run in fresh:
             store.place(run).mkdir(parents=True, exist_ok=True)
             jobs.append(executor.submit(RunJob(store, run, keep_checkpoints)))

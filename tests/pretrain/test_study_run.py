@@ -182,15 +182,14 @@ def kill_all(study: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the runs to kill in Linux' /proc")
 def test_a_study_killed_in_the_middle_ends_with_the_table_of_one_that_ran_through(tmp_path, capsys):
     file = write_study(tmp_path)
     line = [sys.executable, "-m", "pretrain.study", str(file), "--jobs", "2", "--output", str(tmp_path / "killed")]
     study = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 100
     while not (saved := list(tmp_path.glob("killed/study/*/*/checkpoints/last.ckpt"))):
         assert study.poll() is None
-        assert time.monotonic() < deadline
         time.sleep(0.02)
     kill_all(study)
     unfinished = saved[0].parent.parent

@@ -25,7 +25,7 @@ def test_without_submitit_the_way_to_it_is_told(tmp_path, monkeypatch):
 def test_runs_become_jobs_and_none_is_queued_twice(store, tmp_path):  # noqa: F811
     pytest.importorskip("submitit")
     runs = [fake_run(0, steps=20), fake_run(1, end="fail")]
-    executor = make_executor(tmp_path / "jobs", {"timeout_min": 1}, "local")
+    executor = make_executor(tmp_path / "jobs", {"timeout_min": 30}, "local")
     jobs, queued = submit(store, runs, executor, keep_checkpoints=False)
     assert (len(jobs), queued) == (2, 0)
     assert submit(store, runs[:1], executor, keep_checkpoints=False) == ([], 1)
