@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -66,7 +67,8 @@ def gather(store: Store, runs: Iterable[Run]) -> Results:
         result = Result(run.size, run.method, run.lr, run.seed, standing.state, standing.error, standing.summary)
         if standing.folder is not None:
             rows = read_curve(standing.folder)
-            result.curve = [{k: row[k] for k in CURVES if k in row} for row in rows]
+            # A diverged run has logged what JSON has no numbers for.
+            result.curve = [{k: row[k] for k in CURVES if math.isfinite(row.get(k, math.nan))} for row in rows]
             result.downstream = _downstream(standing.folder)
         results.append(result)
     return Results(results)
