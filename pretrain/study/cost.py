@@ -182,7 +182,7 @@ def cost_table(study: Study, costs: list[Cost]) -> str:
         )
         for row in rows
     ]
-    return "\n".join([study.title, *lines, totals(costs)])
+    return "\n".join([study.title, *lines, totals(study, costs)])
 
 
 def _tells(rows: list[list[str]], column: int, name: str) -> bool:
@@ -190,11 +190,15 @@ def _tells(rows: list[list[str]], column: int, name: str) -> bool:
     return any(row[column] != (row[2] if name == "activated" else "") for row in rows[1:])
 
 
-def totals(costs: list[Cost]) -> str:
+def totals(study: Study, costs: list[Cost]) -> str:
     """Return the line below the table."""
     most = " at most" if any(cost.seed_runs for cost in costs) else ""
+    if study.keep_checkpoints:
+        disk = f"checkpoints up to {sum(c.runs * c.checkpoint_bytes for c in costs) / 1e9:,.1f} GB"
+    else:
+        largest = max(cost.checkpoint_bytes for cost in costs)
+        disk = f"checkpoints up to {largest / 1e6:,.0f} MB for each run at work, deleted when it has finished"
     return (
         f"{sum(c.runs for c in costs):,} runs{most}: {sum(c.runs * c.units for c in costs):,} {costs[0].unit}, "
-        f"{sum(c.runs * c.flops for c in costs):.2e} FLOPs; checkpoints up to "
-        f"{sum(c.runs * c.checkpoint_bytes for c in costs) / 1e9:,.1f} GB if all are kept"
+        f"{sum(c.runs * c.flops for c in costs):.2e} FLOPs; {disk}"
     )

@@ -71,9 +71,6 @@ class Study:
     def methods(self) -> list[str]:
         return list(dict.fromkeys(point.method for point in self.points))
 
-    def point(self, size: str, method: str) -> Point:
-        return next(point for point in self.points if (point.size, point.method) == (size, method))
-
 
 def read_study(file: Path, changes: dict[str, Any] | None = None) -> Study:
     """Read a study file.
@@ -96,9 +93,9 @@ def read_study(file: Path, changes: dict[str, Any] | None = None) -> Study:
         points=tuple(points),
         baselines=_baselines(file, text.get("baseline", methods[0]), methods),
         select_seed=_whole(file, "select.seed", select.get("seed", 0)),
-        select_methods=tuple(map(str, select.get("methods", methods))),
-        then_seeds=tuple(_whole(file, "then.seeds", seed) for seed in then.get("seeds", ())),
-        then_lrs=tuple(_then_lr(file, lr) for lr in then.get("lr", (BEST,))),
+        select_methods=tuple(map(str, _list(file, "select.methods", select.get("methods", methods)))),
+        then_seeds=tuple(_whole(file, "then.seeds", seed) for seed in _list(file, "then.seeds", then.get("seeds", []))),
+        then_lrs=tuple(_then_lr(file, lr) for lr in _list(file, "then.lr", then.get("lr", [BEST]))),
         epochs=_number(file, "epochs", text.get("epochs", 1)),
         runs=str(text.get("runs", file.stem)),
         keep_checkpoints=bool(text.get("keep_checkpoints", True)),
@@ -111,17 +108,17 @@ def _points(file: Path, text: dict[str, Any], changes: dict[str, Any]) -> list[P
     if not text.get("methods"):
         raise UserError(f"{file} names no methods to compare: give methods: {{label: {{key: value}}}}")
     points = []
-    for size, of_size in _labelled(file, "sizes", text.get("sizes") or {"": {}}):
+    for size, of_size in _labelled(file, "sizes", text.get("sizes", {"": {}})):
         config = of_size.get("config", text.get("config"))
         if config is None:
             raise UserError(f"{file} names no config: give the configuration that the runs start from")
         base = override({}, read_yaml(file.parent / str(config)))
-        for part in (text.get("overrides") or {}, {k: v for k, v in of_size.items() if k not in OF_A_SIZE}):
-            base = override(base, part)
+        base = override(base, _mapping(file, "overrides", text.get("overrides")))
+        base = override(base, {key: value for key, value in of_size.items() if key not in OF_A_SIZE})
         samples = of_size.get("samples", text.get("samples"))
         for method, of_method in _labelled(file, "methods", text["methods"]):
             settings = override(override(base, of_method), changes)
-            lrs = of_size.get("lr", text.get("lr", [settings.get(LR)]))
+            lrs = _list(file, "lr", of_size.get("lr", text.get("lr", [settings.get(LR)])))
             points.append(
                 Point(
                     size=size,
@@ -136,9 +133,11 @@ def _points(file: Path, text: dict[str, Any], changes: dict[str, Any]) -> list[P
 
 def _labelled(file: Path, what: str, entries: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return the (label, changes) of `sizes` or `methods`, with `each` written out."""
-    if not isinstance(entries, dict):
-        raise UserError(f"{file}, {what}: a label for each is needed, {{label: {{key: value}}}}")
-    found = [pair for label, changes in entries.items() for pair in variants(str(label), changes or {})]
+    found = [
+        pair
+        for label, changes in _mapping(file, what, entries).items()
+        for pair in variants(label, _mapping(file, f"{what}, {label}", changes))
+    ]
     labels = [label for label, _ in found]
     if len(set(labels)) < len(labels):
         raise UserError(f"{file}, {what}: two are called the same")
@@ -172,6 +171,7 @@ def _check(file: Path, study: Study) -> None:
 def _baselines(file: Path, value: Any, methods: list[str]) -> dict[str, str]:
     """Return the baseline of every method; one that no group names is compared with the first baseline."""
     groups = value if isinstance(value, dict) else {str(value): []}
+    groups = {baseline: _list(file, f"baseline, {baseline}", group or []) for baseline, group in groups.items()}
     _check_methods(file, "baseline", [*groups, *(method for group in groups.values() for method in group)], methods)
     found = dict.fromkeys(methods, next(iter(groups)))
     for baseline, group in groups.items():
@@ -187,6 +187,19 @@ def _check_methods(file: Path, what: str, named: Any, methods: list[str]) -> Non
 
 def _then_lr(file: Path, value: Any) -> str | float:
     return value if value in (BEST, COMMON) else _number(file, "then.lr", value)
+
+
+def _list(file: Path, what: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise UserError(f"{file}, {what}: {value!r} has to be a list")
+    return value
+
+
+def _mapping(file: Path, what: str, value: Any) -> dict[str, Any]:
+    """Return keys and values; an empty place has none."""
+    if not isinstance(value, dict | None):
+        raise UserError(f"{file}, {what}: {value!r} has to be keys and values")
+    return value or {}
 
 
 def _number(file: Path, what: str, value: Any) -> float:

@@ -64,11 +64,16 @@ def gather(store: Store, runs: Iterable[Run]) -> Results:
     results = []
     for run in runs:
         standing = store.standing(run)
-        result = Result(run.size, run.method, run.lr, run.seed, standing.state, standing.error, standing.summary)
+        # Where the checkpoints lay is of no use to whoever reads the results elsewhere.
+        summary = {key: value for key, value in standing.summary.items() if key != "checkpoints"}
+        result = Result(run.size, run.method, run.lr, run.seed, standing.state, standing.error, summary)
         if standing.folder is not None:
-            rows = read_curve(standing.folder)
             # A diverged run has logged what JSON has no numbers for.
-            result.curve = [{k: row[k] for k in CURVES if math.isfinite(row.get(k, math.nan))} for row in rows]
+            rows = (
+                {k: row[k] for k in CURVES if math.isfinite(row.get(k, math.nan))}
+                for row in read_curve(standing.folder)
+            )
+            result.curve = [row for row in rows if len(row) > 1]
             result.downstream = _downstream(standing.folder)
         results.append(result)
     return Results(results)
