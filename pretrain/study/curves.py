@@ -65,7 +65,8 @@ def _curves(compared: Comparisons, size: str, above: Axes, below: Axes) -> None:
 
 def _show_the_later_part(axes: Axes) -> None:
     """Leave out of sight how far a loss falls in the first third: what tells methods apart comes after it."""
-    later = [np.asarray(line.get_ydata())[len(line.get_xdata()) // 3 :] for line in axes.get_lines()]
+    lines = [np.asarray(line.get_ydata()) for line in axes.get_lines()]
+    later = [y[len(y) // 3 :] for y in lines]
     lowest, highest = min(y.min() for y in later), max(y.max() for y in later)
     room = 0.08 * (highest - lowest) or 0.01
     axes.set_ylim(lowest - room, highest + room)

@@ -100,7 +100,9 @@ class Workers:
                 if self.stop.signal is not None and not told:
                     told = True
                     self.view.say("stopping: the runs save their state (once more ends them at once)")
-                    self._signal_children(self.stop.signal)
+                    self._signal_children(
+                        signal.SIGTERM
+                    )  # SIGINT is ignored by what a shell has put into the background
                 if self.stop.at_once:
                     self._signal_children(signal.SIGKILL)
                 if self.stop.signal is None:

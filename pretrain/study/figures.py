@@ -89,9 +89,8 @@ def rates_figure(compared: Comparisons) -> Figure | None:
                 x = [lr for lr, loss in selection.losses.items() if np.isfinite(loss)]
                 y, paint = [selection.losses[lr] for lr in x], colour[selection.method]
                 axes.plot(x, y, "o-", color=paint, label=selection.method, linewidth=1.2, markersize=3.5)
-                axes.plot(
-                    selection.best, selection.losses[selection.best], "o", color=paint, markersize=9, fillstyle="none"
-                )
+                best = min(x, key=lambda lr: selection.losses[lr])
+                axes.plot(best, selection.losses[best], "o", color=paint, markersize=9, fillstyle="none")
                 rates |= set(selection.losses)
             axes.set_xscale("log")
             axes.set_xticks(sorted(rates), [f"{lr:g}" for lr in sorted(rates)])

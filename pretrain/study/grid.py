@@ -93,13 +93,13 @@ def rate(study: Study, selections: dict[tuple[str, str], Selection], point: Poin
 
 def seed_runs(study: Study, selections: dict[tuple[str, str], Selection]) -> list[Run]:
     """Return the runs of the second stage, each once: every seed at every learning rate that `then` asks for."""
-    runs = {}
+    runs: dict[str, Run] = {}
     for mode in study.then_lrs:
         for point in study.points:
             lr = rate(study, selections, point, mode)
-            for seed in study.then_seeds if lr is not None else ():
-                run = make_run(study, point, lr, seed)
-                runs.setdefault(run.key, run)
+            if lr is not None:
+                found = [make_run(study, point, lr, seed) for seed in study.then_seeds]
+                runs |= {run.key: run for run in found}
     return list(runs.values())
 
 

@@ -79,9 +79,9 @@ class Store:
         place = self.place(run)
         folders = sorted(path.parent for path in place.glob(f"*/{SUMMARY}"))
         read = [(folder, _read_json(folder / SUMMARY)) for folder in folders]
-        for folder, summary in read:
+        for done, summary in read:
             if summary.get("exit_state") == FINISHED:
-                return Standing(FINISHED, folder, summary)
+                return Standing(FINISHED, done, summary)
         folder, summary = read[-1] if read else (None, {})
         if summary.get("exit_state") == DIVERGED:
             return Standing(DIVERGED, folder, summary, summary.get("error"))

@@ -1,5 +1,7 @@
 """How figures of a report look."""
 
+from typing import Any
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -8,7 +10,7 @@ from pretrain.study.compare import Comparisons
 # Baselines in greys; methods in colours that colour-blind readers can tell apart (Okabe and Ito), then darker ones.
 GREYS = ("#4d4d4d", "#8c8c8c", "#b3b3b3")
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#a05a2c", "#11a579", "#b22222")
-STYLE = {
+STYLE: Any = {  # a plain dictionary, whose keys matplotlib types one by one
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.spines.top": False,
