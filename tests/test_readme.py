@@ -9,6 +9,7 @@ import pytest
 
 from lm import fit, generate, prepare
 from lm.fit import config_folder
+from moa.theory import __main__ as theory
 from tests.vision_mae.pictures import write_folder
 from vision_mae import fit as fit_vision
 
@@ -46,6 +47,8 @@ def run(line: str, folder: Path) -> None:
         prepare.main(arguments)
     elif module == "lm.generate":
         generate.main([*arguments, "--n_tokens=20"])
+    elif module == "moa.theory":
+        theory.main([*arguments, "--quick", "--widths=1", "--starts=1", "--processes=1"])
     elif module == "vision_mae.fit":
         fit_vision.main([*arguments, *SHORT])
     elif "--trainer.devices" in arguments:  # wants eight GPUs and the network
@@ -63,7 +66,7 @@ def run(line: str, folder: Path) -> None:
 
 def test_its_commands_run_one_after_the_other(newcomer, monkeypatch, capfd):
     monkeypatch.chdir(newcomer)
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 9
     for line in COMMANDS:
         run(line, newcomer)
     shown = capfd.readouterr().out
