@@ -6,7 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moa.theory import figure, report
 from moa.theory.pool import run
@@ -20,9 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser()
     options = parser.parse_args(arguments)
     base = QUICK if options.quick else Effort()
-    effort = Effort(
-        options.starts or base.starts, options.seed, base.scout, base.finalists, base.least_squares, base.minimax
-    )
+    effort = replace(base, seed=options.seed, starts=options.starts or base.starts)
     widths = sorted(set(options.widths or ((1, 2) if options.quick else (1, 2, 4, 8))))
     check(parser, options.output)
     try:
@@ -46,22 +46,16 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m moa.theory",
         description="Fits networks with fixed activations, LA and MoA networks of equal width to the functions that "
         "separate them (theorems 4.1 and 4.2), and shows the networks that equal these functions. Minutes on 2 cores.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    positive = {"type": positive_integer, "metavar": "N"}
-    parser.add_argument("--output", type=Path, default=Path("theory.png"),
-                        help=f"the figure, {', '.join(FORMATS)}; the numbers go beside it, as .json")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the starts and the points that are fitted")
-    parser.add_argument(
-        "--starts", **positive, help="starts of each network (default 16; quick: 4)", default=argparse.SUPPRESS
-    )
-    parser.add_argument("--widths", **positive, nargs="+", help="hidden neurons (default 1 2 4 8; quick: 1 2)",
-                        default=argparse.SUPPRESS)  # fmt: skip
-    parser.add_argument("--processes", **positive, help="to share the work (default: one for each core)",
-                        default=argparse.SUPPRESS)  # fmt: skip
+    positive: dict[str, Any] = {"type": positive_integer, "metavar": "N"}
+    output = f"the figure, {', '.join(FORMATS)} (default theory.png); the numbers go beside it, as .json"
+    parser.add_argument("--output", type=Path, default=Path("theory.png"), help=output)
+    parser.add_argument("--seed", type=int, default=0, help="of the starts and of the points to fit (default 0)")
+    parser.add_argument("--starts", **positive, help="starts of each network (default 16, quick 4)")
+    parser.add_argument("--widths", **positive, nargs="+", help="hidden neurons (default 1 2 4 8, quick 1 2)")
+    parser.add_argument("--processes", **positive, help="that share the work (default: one for each core)")
     parser.add_argument("--quick", action="store_true", help="a first look, with fewer starts, steps and widths")
-    parser.set_defaults(starts=None, widths=None, processes=None)
     return parser
 
 

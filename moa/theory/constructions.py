@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import atanh
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moa.theory.networks import Network
 from moa.theory.targets import LAMBDA, TYPE_ONE, TYPE_TWO, Target
+
+Values = Mapping[str, Mapping[Any, float]]
+"""Name of a parameter -> index -> value; the other entries are 0."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,11 @@ def _gated(d: int) -> list[Construction]:
 
 
 def _product(d: int) -> list[Construction]:
+    neuron: Values = {"w1.weight": {(0, 1): 1.0}, "w2.weight": {(0, 2): 1.0}}
     quadratic = Network("MoA", "qd-moa", "qd-moa", TYPE_TWO, d, 1)
     two_sided = Network("MoA", "bi-moa", "bi-moa", TYPE_TWO, d, 1)
     relu = TYPE_TWO.index("relu")
     pair = quadratic.layer.gate_labels()["pi"].index("relu*relu")
-    neuron = {"w1.weight": {(0, 1): 1.0}, "w2.weight": {(0, 2): 1.0}}
     return [
         build(
             "one qd-MoA neuron",
@@ -69,7 +73,7 @@ def _product(d: int) -> list[Construction]:
 
 
 def staircase(target: Target, width: int) -> Construction | None:
-    """The piecewise-linear network of m ReLU neurons that comes nearest to the first target, None for the others.
+    """A piecewise-linear network of m ReLU neurons near the best for the first target, None for the others.
 
     Kinks at 0, 1/m, .., (m-1)/m and the slope of the chord between them: the gradient is off by 1/m, the value by
     1/(8 m^2) after a shift. Descent does not find it, since it does not feel where a gradient's step is.
@@ -78,7 +82,7 @@ def staircase(target: Target, width: int) -> Construction | None:
         return None
     network = Network("fixed", "relu", "relu", None, 1, width)
     first, rise = 1 + 1 / width, 2 / width
-    values = {
+    values: Values = {
         "w1.weight": {(j, 0): 1.0 for j in range(width)},
         "w1.bias": {j: -j / width for j in range(width)},
         "w2.weight": {(0, j): rise if j else first for j in range(width)},
@@ -87,8 +91,8 @@ def staircase(target: Target, width: int) -> Construction | None:
     return build(f"{width} ReLU neurons, kinks evenly spaced", network, values)
 
 
-def build(label: str, network: Network, values: Mapping[str, Mapping]) -> Construction:
-    """A network whose parameters are 0 but for `values`: name -> index -> value."""
+def build(label: str, network: Network, values: Values) -> Construction:
+    """A network with these parameters."""
     parameters = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in network.shapes.items()}
     for name, entries in values.items():
         for index, value in entries.items():

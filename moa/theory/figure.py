@@ -1,7 +1,7 @@
 """The figure: what each class misses of each target, and by how much at which width. Needs matplotlib."""
 
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,11 @@ LINES = (
     r"jump of $\partial f/\partial x_2$ across $x_2=0$, at $x_3=1$",
 )
 FLOOR = 1e-17
-SETTINGS = {"font.size": 9.5, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
+SETTINGS: Any = {
+    "font.size": 9.5,
+    "svg.hashsalt": "moa",  # the same file each time
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+}
 
 
 def draw(fits: list[Fit], widths: list[int], file_format: str) -> bytes:
@@ -37,7 +41,7 @@ def draw(fits: list[Fit], widths: list[int], file_format: str) -> bytes:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({**SETTINGS, "svg.hashsalt": "moa"}):
+    with rc_context(SETTINGS):
         figure = Figure(figsize=(11, 6.4), layout="constrained", facecolor="white")
         axes = figure.subplots(2, 3)
         shown = widths[len(widths) // 2]

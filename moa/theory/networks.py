@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class Network:
     @cached_property
     def layer(self) -> FeedForward:
         """A layer with this class's parameters, whose values are of no account."""
-        gates = {"gate": "tanh", "gate_bias": True} if self.group == "MoA" else {}
+        gates: dict[str, Any] = {"gate": "tanh", "gate_bias": True} if self.group == "MoA" else {}
         # The reference: `vmap` and forward-mode derivatives have no rule for the fused operation.
         return build_ffn(
             self.kind,

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +126,7 @@ def test_neither_fixed_nor_la_comes_nearer_to_the_second_than_is_proven():
 
 
 def test_a_fit_from_kinks_in_the_right_place_finds_the_la_neuron_and_held_entries_stay():
-    network = candidates(SUM, 1)[-2]
+    network = candidates(SUM, 2)[-2]
     points, goal = search.problem(SUM, seed=0)
     theta, free = draw_starts(network, SUM, 8, torch.Generator().manual_seed(0))
     found = fit(network, theta, free, points, goal, least_squares=40, minimax=0)
@@ -180,8 +181,7 @@ def test_its_picture_opens_and_nothing_else_is_left(folder):
 
 def test_the_numbers_are_the_same_in_another_process(folder):
     found = json.loads((folder / "theory.json").read_text())["targets"][1]["found"]
-    quick = command.QUICK
-    effort = Effort(2, 0, quick.scout, quick.finalists, quick.least_squares, quick.minimax)
+    effort = replace(command.QUICK, starts=2)
     for network in candidates(GATED, 1)[-2:]:
         best = search.refine(search.scout(search.Work(1, network, effort)))
         (before,) = [one["total"] for one in found if one["label"] == network.label]
@@ -237,11 +237,3 @@ def test_ctrl_c_stops_at_once_and_writes_nothing(tmp_path, monkeypatch, capsys):
     assert end.value.code == 130
     assert "nothing was written" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_moa_stays_importable_with_torch_alone():
-    script = (
-        "import sys, moa, moa.theory; print({'matplotlib', 'tqdm', 'pretrain', 'moa.theory.search'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
