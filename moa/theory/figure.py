@@ -28,7 +28,8 @@ LINES = (
     r"jump of $\partial f/\partial x_2$ across $x_2=0$",
     r"jump of $\partial f/\partial x_2$ across $x_2=0$, at $x_3=1$",
 )
-FLOOR = 1e-17
+FLOOR = 3e-7
+"""Where smaller distances are drawn: they are those of exact networks, rounded."""
 SETTINGS: Any = {
     "font.size": 9.5,
     "svg.hashsalt": "moa",  # the same file each time
@@ -54,7 +55,7 @@ def draw(fits: list[Fit], widths: list[int], file_format: str) -> bytes:
             handles, labels = [*handles, handle], [*labels, label]
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=file_format, dpi=130)
+        figure.savefig(buffer, format=file_format, dpi=110)
     return buffer.getvalue()
 
 
@@ -98,17 +99,20 @@ def _draw_gap(axes: "Axes", fits: list[Fit], index: int, widths: list[int]) -> N
         bounds = [target.bound(group, width) for width in widths]
         if all(bounds) and group != "LA":  # where LA has a bound, it is that of the fixed ones
             axes.plot(widths, bounds, color=INK, lw=1, ls=":")
-            axes.fill_between(widths, bounds, FLOOR, color=color, alpha=0.07, lw=0)
+            axes.fill_between(widths, bounds, FLOOR / 3, color=INK, alpha=0.04, lw=0)
     for it, distance in measured(index):
-        height = max(distance.total, 2 * FLOOR)
-        axes.plot([1], [height], marker="*", ms=15, color=COLORS[it.network.group], mec="white", mew=0.8, clip_on=False,
-                  zorder=5, ls="")  # fmt: skip
+        star = {"marker": "*", "ms": 15, "mec": "white", "mew": 0.8, "color": COLORS[it.network.group]}
+        axes.plot([it.network.width], [max(distance.total, FLOOR)], **star, ls="", clip_on=False, zorder=5)
     if index == 1:  # one set of entries for the legend of the figure
         axes.plot([], [], color=INK, lw=1, ls=":", label="proven lower bound")
         axes.plot([], [], marker="*", ms=11, color=INK, mec="white", ls="", label="one neuron, exact")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_ylim(FLOOR, 20)
+    axes.set_ylim(FLOOR / 3, 8)
+    axes.set_yticks(
+        [FLOOR, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1], ["0", *(f"$10^{{{power}}}$" for power in range(-5, 0)), "1"]
+    )
+    axes.set_xlim(widths[0] / 1.3, widths[-1] * 1.3)
     axes.set_xticks(widths, [str(width) for width in widths])
     axes.minorticks_off()
     axes.set_xlabel("width (hidden neurons)")

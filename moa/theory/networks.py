@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, jacfwd, vmap
+from torch.func import functional_call, grad, jacrev, vmap
 
 from moa.ffn import GATE_NAMES, FeedForward, build_ffn
 from moa.theory.targets import TYPE_ONE, TYPE_TWO, Target
@@ -41,7 +41,7 @@ class Network:
     def layer(self) -> FeedForward:
         """A layer with this class's parameters, whose values are of no account."""
         gates: dict[str, Any] = {"gate": "tanh", "gate_bias": True} if self.group == "MoA" else {}
-        # The reference: `vmap` and forward-mode derivatives have no rule for the fused operation.
+        # The reference: `vmap` has no rule for the fused operation.
         return build_ffn(
             self.kind,
             self.d,
@@ -77,22 +77,17 @@ class Network:
         """f(theta, x): (P,), (d,) -> ()."""
         return functional_call(self.layer, self.unflatten(theta), (x,)).squeeze(-1)
 
+    def jet_at(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Value and gradient in x: (P,), (d,) -> (1 + d,)."""
+        return torch.cat([self.value(theta, x)[None], grad(self.value, 1)(theta, x)])
+
     def jet(self, theta: Tensor, x: Tensor) -> Tensor:
         """Value and gradient in x: (S, P), (N, d) -> (S, N, 1 + d)."""
-
-        def one(theta: Tensor, x: Tensor) -> Tensor:
-            return torch.cat([self.value(theta, x)[None], grad(self.value, 1)(theta, x)])
-
-        return vmap(vmap(one, (None, 0)), (0, None))(theta, x)
+        return vmap(vmap(self.jet_at, (None, 0)), (0, None))(theta, x)
 
     def jacobian(self, theta: Tensor, x: Tensor) -> Tensor:
         """The derivative of `jet` in theta: (S, P), (N, d) -> (S, N, 1 + d, P)."""
-
-        def one(theta: Tensor, x: Tensor) -> Tensor:
-            slope = grad(self.value)  # (P,); its derivative along each input is that of the gradient's component
-            return torch.cat([slope(theta, x)[None], jacfwd(slope, 1)(theta, x).T])
-
-        return vmap(vmap(one, (None, 0)), (0, None))(theta, x)
+        return vmap(vmap(jacrev(self.jet_at), (None, 0)), (0, None))(theta, x)
 
 
 def candidates(target: Target, width: int) -> list[Network]:

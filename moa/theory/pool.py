@@ -3,7 +3,6 @@
 import multiprocessing
 import pickle
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,9 +13,6 @@ import torch
 from moa.theory.networks import GROUPS
 from moa.theory.search import Effort, Fit, finalists, first_round, refine, scout, staircases
 from moa.theory.targets import TARGETS
-
-TORCH_JIT = "`torch.jit.script` is deprecated"
-"""What torch warns of when it loads its own forward-mode derivatives."""
 
 Map = Callable[[Callable[[Any], Any], list], Iterator[Any]]
 
@@ -46,7 +42,6 @@ def spread(processes: int) -> Iterator[Map]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small operations, and sums in an order that does not depend on the machine
     try:
-        warnings.filterwarnings("ignore", TORCH_JIT, FutureWarning)
         if processes == 1:
             yield map
             return
@@ -62,7 +57,6 @@ def spread(processes: int) -> Iterator[Map]:
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends these
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", TORCH_JIT, FutureWarning)
 
 
 def _packed(function: Callable[[Any], Any], work: bytes) -> bytes:
