@@ -1,6 +1,7 @@
 """The figure: what each class misses of each target, and by how much at which width. Needs matplotlib."""
 
 import io
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +56,7 @@ def draw(fits: list[Fit], widths: list[int], file_format: str) -> bytes:
             handles, labels = [*handles, handle], [*labels, label]
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=file_format, dpi=110)
+        figure.savefig(buffer, format=file_format, dpi=105)
     return buffer.getvalue()
 
 
@@ -79,7 +80,7 @@ def _draw_gradient(axes: "Axes", fits: list[Fit], index: int, width: int) -> Non
     _plain(axes)
 
 
-def _along(index: int, jet, x: Tensor) -> Tensor:
+def _along(index: int, jet: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """What `LINES` says of a function: jet (N, d) -> (N, 1 + d), x1 (N,) -> (N,)."""
     if index == 0:
         return jet(x[:, None])[:, 1]
@@ -100,12 +101,17 @@ def _draw_gap(axes: "Axes", fits: list[Fit], index: int, widths: list[int]) -> N
         if all(bounds) and group != "LA":  # where LA has a bound, it is that of the fixed ones
             axes.plot(widths, bounds, color=INK, lw=1, ls=":")
             axes.fill_between(widths, bounds, FLOOR / 3, color=INK, alpha=0.04, lw=0)
+            nobody = "fixed or LA" if target.bound("LA", 1) else "fixed"
+            axes.text(
+                0.93, 0.6, f"no {nobody} network", transform=axes.transAxes, ha="right", style="italic", alpha=0.7
+            )
     for it, distance in measured(index):
-        star = {"marker": "*", "ms": 15, "mec": "white", "mew": 0.8, "color": COLORS[it.network.group]}
-        axes.plot([it.network.width], [max(distance.total, FLOOR)], **star, ls="", clip_on=False, zorder=5)
+        color, shift = COLORS[it.network.group], 0.9 if it.network.group == "LA" else 1  # so that both can be seen
+        star: Any = {"marker": "*", "ms": 15, "mec": "white", "mew": 0.8, "color": color}
+        axes.plot([widths[0] * shift], [max(distance.total, FLOOR)], **star, ls="", clip_on=False, zorder=5)
     if index == 1:  # one set of entries for the legend of the figure
         axes.plot([], [], color=INK, lw=1, ls=":", label="proven lower bound")
-        axes.plot([], [], marker="*", ms=11, color=INK, mec="white", ls="", label="one neuron, exact")
+        axes.plot([], [], marker="*", ms=11, color=INK, mec="white", ls="", label="exact, with one neuron")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(FLOOR / 3, 8)
