@@ -1,113 +1,79 @@
 """Time of an MoE layer's forward and backward beside a dense layer of the same active width.
 
-    python -m benchmarks.moe_layer [--kind swiglu] [--json result.json]
+    python -m benchmarks.moe_layer [--kinds swiglu,qd-moa] [--dispatches loop,grouped] [--json FILE]
 
 The layer is that of LlamaMoE-0.25B: d = 640, 32 experts, 4 active, one shared expert. The dense layer is one
-feed-forward of width 4 x 426 + 1706, the same number of multiply-adds for a token. Both run in turn, and the ratio is
-the median of the ratios of neighbours, so that a machine that slows down slows both.
+feed-forward of width 4 x 426 + 1706, the same number of multiply-adds for a token.
 """
 
 import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.arguments import comma_list, find_device, kind_list, new_parser, positive
+from benchmarks.harness import BASELINE, DTYPES, Report, alternate, format_ratio, ratio, spread
 from lm.moe import MoE, MoEConfig
 from moa import FFNConfig
+from pretrain.errors import UserError, command
 
 
-def measure(
-    kind: str, d_model: int, n_tokens: int, rounds: int, dtype: torch.dtype, device: str, dispatches: list[str]
-) -> list[dict[str, Any]]:
-    """Return one row for each dispatch: median milliseconds of both layers and their median ratio."""
+def measure(kind: str, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Return one row for each dispatch; they and the dense layer take turns."""
     torch.manual_seed(0)
-    x = torch.randn(n_tokens, d_model, device=device, dtype=dtype, requires_grad=True)
+    dtype = DTYPES[args.dtype]
+    x = torch.randn(args.tokens, args.d, device=device, dtype=dtype, requires_grad=True)
     upstream = torch.randn_like(x)
     mixture, ffn = MoEConfig(), FFNConfig(kind)
-    experts, shared = mixture.expert(ffn, d_model), mixture.shared(ffn, d_model)
+    experts, shared = mixture.expert(ffn, args.d), mixture.shared(ffn, args.d)
     assert shared is not None
-    width = mixture.top_k * experts.width(d_model) + shared.width(d_model)
-    dense = ffn.build(d_model, hidden_features=width).to(device, dtype)
-    rows = []
-    for dispatch in dispatches:
-        layer = MoE(MoEConfig(dispatch=dispatch), ffn, d_model).to(device, dtype)  # type: ignore[arg-type]
+    width = mixture.top_k * experts.width(args.d) + shared.width(args.d)
+    dense = ffn.build(args.d, hidden_features=width).to(device, dtype)
 
-        def moe_step(layer: nn.Module = layer) -> None:
-            out, _ = layer(x)
-            out.backward(upstream)
+    def moe_step(dispatch: Any) -> Callable[[], None]:
+        layer: nn.Module = MoE(MoEConfig(dispatch=dispatch), ffn, args.d).to(device, dtype)
+        return lambda: layer(x)[0].backward(upstream)
 
-        def dense_step() -> None:
-            dense(x).backward(upstream)
-
-        seconds_moe, seconds_dense = in_turn(moe_step, dense_step, rounds, device)
-        rows.append(
-            {
-                "kind": kind,
-                "dispatch": dispatch,
-                "dtype": str(dtype).removeprefix("torch."),
-                "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-                "threads": torch.get_num_threads(),
-                "d_model": d_model,
-                "tokens": n_tokens,
-                "dense_width": width,
-                "moe_ms": 1e3 * statistics.median(seconds_moe),
-                "dense_ms": 1e3 * statistics.median(seconds_dense),
-                "ratio": statistics.median(a / b for a, b in zip(seconds_moe, seconds_dense, strict=True)),
-                "rounds": rounds,
-                "torch": torch.__version__,
-            }
-        )
-    return rows
+    sides = {dispatch: moe_step(dispatch) for dispatch in args.dispatches}
+    seconds = alternate({"dense": lambda: dense(x).backward(upstream), **sides}, args.rounds, device)
+    return [
+        {
+            "kind": kind,
+            "dispatch": dispatch,
+            "dense_width": width,
+            "seconds": spread(seconds[dispatch]),
+            "dense_seconds": spread(seconds["dense"]),
+            "ratio": ratio(seconds[dispatch], seconds["dense"]),
+        }
+        for dispatch in args.dispatches
+    ]
 
 
-def in_turn(
-    first: Callable[[], None], second: Callable[[], None], rounds: int, device: str
-) -> tuple[list[float], list[float]]:
-    """Return the seconds of each of `rounds` calls of both functions, after one call to warm up."""
-
-    def timed(step: Callable[[], None]) -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    first(), second()
-    pairs = [(timed(first), timed(second)) for _ in range(rounds)]
-    return [a for a, _ in pairs], [b for _, b in pairs]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kind", nargs="+", default=["swiglu"], help="kinds of moa.kinds()")
-    parser.add_argument("--dispatch", nargs="+", default=["auto", "loop", "grouped"])
-    parser.add_argument("--d_model", type=int, default=640)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="file for the rows")
-    args = parser.parse_args()
-
-    rows: list[dict[str, Any]] = []
-    print(f"{'kind':<10}{'dispatch':<10}{'MoE ms':>10}{'dense ms':>10}{'ratio':>8}")
-    for kind in args.kind:
-        for row in measure(
-            kind, args.d_model, args.tokens, args.rounds, getattr(torch, args.dtype), args.device, args.dispatch
-        ):
-            rows.append(row)
-            print(f"{kind:<10}{row['dispatch']:<10}{row['moe_ms']:>10.1f}{row['dense_ms']:>10.1f}{row['ratio']:>8.2f}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+@command
+def main(args: list[str] | None = None) -> None:
+    parser = new_parser("benchmarks.moe_layer", __doc__, rounds=7)
+    parser.add_argument("--kinds", type=kind_list, default=[BASELINE], help="kinds of moa.kinds() (default: swiglu)")
+    parser.add_argument("--dispatches", type=comma_list, default=["auto", "loop", "grouped"])
+    parser.add_argument("--d", type=positive, default=640, help="model width (default: 640)")
+    parser.add_argument("--tokens", type=positive, default=4096, help="rows of the input (default: 4096)")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    chosen = parser.parse_args(args)
+    device = find_device(chosen.device)
+    with Report("moe_layer", chosen, device, chosen.json) as report:
+        print(f"{'kind':<10}{'dispatch':<10}{'MoE ms':>10}{'dense ms':>10}  ratio")
+        for kind in chosen.kinds:
+            try:
+                rows = measure(kind, chosen, device)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+            for row in rows:
+                report.add(row)
+                times = [1e3 * row[name]["median"] for name in ("seconds", "dense_seconds")]
+                print(
+                    f"{kind:<10}{row['dispatch']:<10}{times[0]:>10.1f}{times[1]:>10.1f}  {format_ratio(row['ratio'])}"
+                )
 
 
 if __name__ == "__main__":

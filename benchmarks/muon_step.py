@@ -1,21 +1,18 @@
 """Time of one Muon step: `pretrain.optim.MuonAdamW`, which batches equal matrices, beside `torch.optim.Muon`.
 
 The matrices are those that Muon trains in the 0.12B dense model and in the 0.25B mixture-of-experts model of the paper.
-Both optimizers step in turn within one run, so that a disturbance of the machine meets both.
 
-    python -m benchmarks.muon_step [--model dense moe] [--repeats 5] [--layers 6] [--device cuda] [--json result.json]
+    python -m benchmarks.muon_step [--model dense moe] [--layers 6] [--json FILE]
 """
 
-import argparse
-import json
-import statistics
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
+from benchmarks.arguments import find_device, new_parser, positive
+from benchmarks.harness import Report, alternate, format_ratio, ratio, spread
+from pretrain.errors import command
 from pretrain.optim import MuonAdamW
 
 
@@ -58,57 +55,33 @@ def _matrices(tensor: torch.Tensor) -> list[torch.Tensor]:
     return list(tensor.reshape(-1, *tensor.shape[-2:]))
 
 
-def measure(model: str, n_layers: int, repeats: int, device: torch.device) -> dict[str, Any]:
-    """Median milliseconds of a step of both, and their ratio; the first steps, which allocate state, don't count."""
+def measure(model: str, n_layers: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Return the row of one model; the warm-up allocates the optimizers' state."""
     optimizers = build(MODELS[model](n_layers), device)
-    times: dict[str, list[float]] = {name: [] for name in optimizers}
-    for repeat in range(repeats + 1):
-        for name, (optimizer, _) in optimizers.items():
-            _synchronize(device)
-            start = time.perf_counter()
-            optimizer.step()
-            _synchronize(device)
-            if repeat > 0:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    seconds = alternate({name: optimizer.step for name, (optimizer, _) in optimizers.items()}, rounds, device)
     return {
         "model": model,
         "n_layers": n_layers,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x{torch.get_num_threads()}",
-        "torch": torch.__version__,
-        "repeats": repeats,
         "tensors": {name: tensors for name, (_, tensors) in optimizers.items()},
-        "median_ms": medians,
-        "min_ms": {name: min(values) for name, values in times.items()},
-        "ratio": medians["ours"] / medians["torch"],
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "ratio": ratio(seconds["ours"], seconds["torch"]),
     }
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Time of a Muon step, batched (ours) and one matrix at a time (torch)."
-    )
+@command
+def main(args: list[str] | None = None) -> None:
+    parser = new_parser("benchmarks.muon_step", __doc__, rounds=5)
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each optimizer")
-    parser.add_argument("--layers", type=int, default=6, help="Transformer layers; fewer for a quick look")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    args = parser.parse_args()
-
-    print(f"{'model':<8}{'ours ms':>12}{'torch ms':>12}{'ours/torch':>12}")
-    results = []
-    for model in args.model:
-        result = measure(model, args.layers, args.repeats, torch.device(args.device))
-        results.append(result)
-        ours, theirs = result["median_ms"]["ours"], result["median_ms"]["torch"]
-        print(f"{model:<8}{ours:>12.1f}{theirs:>12.1f}{result['ratio']:>12.2f}")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+    parser.add_argument("--layers", type=positive, default=6, help="Transformer layers; fewer for a quick look")
+    chosen = parser.parse_args(args)
+    device = find_device(chosen.device)
+    with Report("muon_step", chosen, device, chosen.json) as report:
+        print(f"{'model':<8}{'ours ms':>12}{'torch ms':>12}  ours/torch")
+        for model in chosen.model:
+            row = measure(model, chosen.layers, chosen.rounds, device)
+            report.add(row)
+            ours, theirs = (1e3 * row["seconds"][name]["median"] for name in ("ours", "torch"))
+            print(f"{model:<8}{ours:>12.1f}{theirs:>12.1f}  {format_ratio(row['ratio'])}")
 
 
 if __name__ == "__main__":

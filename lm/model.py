@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lm.cache import KeyValueCache, LayerCache
+from lm.head import Head
 from lm.moe import MoE, MoEConfig, Routing
 from moa import FFNConfig
 
@@ -104,7 +105,9 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.extend(k, v)
-        out_BHLK = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        # A single token behind cached ones sees them all: neither a mask, which fused kernels do not take, nor causal.
+        is_causal = mask is None and x_BLD.shape[1] > 1
+        out_BHLK = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
         return self.o(out_BHLK.transpose(1, 2).flatten(-2))
 
 
@@ -157,7 +160,7 @@ class Llama(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head = Head(config.d_model, config.vocab_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -180,18 +183,22 @@ class Llama(nn.Module):
         segments_BL: torch.Tensor | None = None,
         *,
         cache: KeyValueCache | None = None,
+        targets_BL: torch.Tensor | None = None,
+        ignore_index: int = -100,
         with_routing: bool = False,
         last_only: bool = False,
     ) -> Any:
         """Return the logits of the next token, (B, L, V); arguments as in `hidden`.
 
         Args:
-            with_routing: return (logits, routing) instead.
+            targets_BL: return the sum of their cross-entropy instead, a scalar; the logits never exist all at once.
+            ignore_index: stands for no target.
+            with_routing: return (logits or sum, routing).
             last_only: give the logits at the last position alone, (B, 1, V).
         """
         x_BLD, routing = self.hidden(tokens_BL, segments_BL, cache)
-        logits = self.head(x_BLD[:, -1:] if last_only else x_BLD)
-        return (logits, routing) if with_routing else logits
+        result = self.head(x_BLD[:, -1:] if last_only else x_BLD, targets_BL, ignore_index)
+        return (result, routing) if with_routing else result
 
     def hidden(
         self, tokens_BL: torch.Tensor, segments_BL: torch.Tensor | None = None, cache: KeyValueCache | None = None
@@ -219,7 +226,8 @@ class Llama(nn.Module):
         past, length = (0 if cache is None else cache.length), tokens_BL.shape[1]
         if segments_BL is None:
             positions = torch.arange(past, past + length, device=tokens_BL.device)
-            mask = None if past == 0 else tokens_BL.new_ones(length, past + length, dtype=torch.bool).tril(past)
+            is_whole = past == 0 or length == 1
+            mask = None if is_whole else tokens_BL.new_ones(length, past + length, dtype=torch.bool).tril(past)
         else:
             segments_BL = segments_BL if cache is None else cache.add_segments(segments_BL)
             positions = document_positions(segments_BL)[:, None, past:]

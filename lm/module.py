@@ -5,12 +5,12 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lm.callbacks import TextSamples
 from lm.data.packing import IGNORED
 from lm.expert_load import ExpertLoad
+from lm.foreign import PREFIX, read_foreign
 from lm.model import Block, Llama, LlamaConfig, flops_per_token, num_parameters
 from lm.moe import MoE, MoEConfig, Routing
 from lm.rules import optimizer_rules
@@ -18,6 +18,7 @@ from moa import FFNConfig
 from pretrain.errors import UserError
 from pretrain.module import PretrainModule
 from pretrain.optim import OptimizerConfig, Rule
+from pretrain.parallelize import ActivationCheckpointing
 from pretrain.schedules import ScheduleConfig
 
 
@@ -36,13 +37,16 @@ class LanguageModule(PretrainModule):
         norm_eps: epsilon of every RMSNorm.
         init_std: standard deviation of the initial weights.
         compile_blocks: compile every block with torch.compile; null: on a GPU.
+        activation_checkpointing: what of a block is computed anew in the backward, to hold less memory: none, full
+            (everything), or selective (all but the results of matrix products and attention).
         tokens_per_parameter: training tokens per activated parameter, a limit on the run.
         moe: the mixture of experts in place of every feed-forward layer; null: none.
     """
 
     unit = "tokens"
     block_class = Block
-    may_change_on_resume = (*PretrainModule.may_change_on_resume, "tokens_per_parameter")
+    foreign_help = " hf:DIR: a Llama in the format of Hugging Face transformers."
+    may_change_on_resume = (*PretrainModule.may_change_on_resume, "tokens_per_parameter", "ffn.implementation")
     settings_of_training = (
         *PretrainModule.settings_of_training,
         "tokens_per_parameter",
@@ -69,10 +73,11 @@ class LanguageModule(PretrainModule):
         norm_eps: float = 1e-6,
         init_std: float = 0.02,
         compile_blocks: bool | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
         tokens_per_parameter: float | None = None,
         moe: MoEConfig | None = None,
     ) -> None:
-        super().__init__(optimizer, schedule, compile_blocks)
+        super().__init__(optimizer, schedule, compile_blocks, activation_checkpointing)
         self.config = LlamaConfig(vocab_size, d_model, n_layers, n_heads, ffn, rope_base, norm_eps, init_std, moe)
         self.tokens_per_parameter = tokens_per_parameter
         self._sequence_length = 0
@@ -86,6 +91,11 @@ class LanguageModule(PretrainModule):
     def build_model(self) -> nn.Module:
         return Llama(self.config)
 
+    def read_foreign(self, source: str) -> dict[str, torch.Tensor] | None:
+        if not source.startswith(PREFIX):
+            return None
+        return read_foreign(source.removeprefix(PREFIX), self.config, self.settings_of_training)
+
     def loss(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         loss_sum, _ = self.loss_and_routing(batch)
         return loss_sum, (batch["targets"] != IGNORED).sum()
@@ -93,11 +103,13 @@ class LanguageModule(PretrainModule):
     def loss_and_routing(self, batch: dict[str, Any]) -> tuple[torch.Tensor, Routing | None]:
         """Return the sum of the cross-entropy, and what the routers did; None without experts."""
         assert self.model is not None
-        logits, routing = self.model(batch["inputs"], batch.get("segments"), with_routing=True)
-        loss_sum = F.cross_entropy(
-            logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED, reduction="sum"
+        return self.model(
+            batch["inputs"],
+            batch.get("segments"),
+            targets_BL=batch["targets"],
+            ignore_index=IGNORED,
+            with_routing=True,
         )
-        return loss_sum, routing
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         loss_sum, routing = self.loss_and_routing(batch)
@@ -117,7 +129,7 @@ class LanguageModule(PretrainModule):
         """
         moe = self.config.moe
         assert moe is not None
-        return moe.balance_loss * routing.balance_loss.sum() + moe.z_loss * routing.z_loss.sum()
+        return moe.router_loss(routing)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the biases of loss-free balancing, once a step, by the load of all its micro-batches and ranks."""

@@ -118,6 +118,10 @@ class MoEConfig:
         width = self.shared_hidden_features or moa.hidden_features(ffn.kind, d)
         return replace(ffn, hidden_features=self.n_shared * width)
 
+    def router_loss(self, routing: "Routing") -> Tensor:
+        """Return what training adds to the mean cross-entropy: balance and z-loss, summed over the layers."""
+        return self.balance_loss * routing.balance_loss.sum() + self.z_loss * routing.z_loss.sum()
+
     def num_parameters(self, ffn: FFNConfig, d: int, activated: bool = False) -> dict[str, int]:
         """Return the parameters of one layer by role, in closed form.
 

@@ -33,7 +33,9 @@ class TextStream:
         piece = self._waiting()
         if not piece or piece.endswith(UNDECODABLE):
             return ""
-        self._window, self._n_given = self._window[self._n_given :], len(self._window) - self._n_given
+        if not piece.isspace():  # a start of spaces alone would lose those behind it as well
+            self._window = self._window[self._n_given :]
+        self._n_given = len(self._window)
         return piece
 
     def finish(self) -> str:

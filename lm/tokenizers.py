@@ -56,6 +56,14 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids from `n_vocab` on (padded heads) vanish."""
 
+    @abstractmethod
+    def file(self) -> tuple[str, bytes]:
+        """Name and content of a file from which other programs build this tokenizer, special tokens not added.
+
+        `tokenizer.json` of the tokenizers library, where text that spells the end-of-text token becomes it, or
+        SentencePiece's `tokenizer.model`.
+        """
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, one uint32 array (n_tokens,) per text."""
         return [np.asarray(self.encode(text), dtype=np.uint32) for text in texts]
@@ -81,6 +89,9 @@ class BytesTokenizer(Tokenizer):
         pieces = (end if token == self.eot else bytes((token,)) for token in map(int, ids) if 0 <= token < self.n_vocab)
         return b"".join(pieces).decode("utf-8", errors="replace")
 
+    def file(self) -> tuple[str, bytes]:
+        return _json_file(_byte_level_engine({symbol: byte for byte, symbol in gpt2_byte_symbols().items()}, []))
+
 
 class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-pair encoding, rebuilt from its merges: 256 byte symbols, 50,000 merges, end-of-text 50256."""
@@ -89,10 +100,7 @@ class GPT2Tokenizer(Tokenizer):
         lines = GPT2_MERGES.read_text(encoding="utf-8").split("\n")
         merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines[1:]) if right]
         symbols = [*gpt2_byte_symbols().values(), *(left + right for left, right in merges), END_OF_TEXT]
-        model = tokenizers.models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=merges)
-        self._engine = tokenizers.Tokenizer(model)
-        self._engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._engine.decoder = tokenizers.decoders.ByteLevel()
+        self._engine = _byte_level_engine({symbol: index for index, symbol in enumerate(symbols)}, merges)
         self.name = "gpt2"
         self.n_vocab = len(symbols)
         self.eot = self.n_vocab - 1
@@ -107,6 +115,9 @@ class GPT2Tokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._engine.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def file(self) -> tuple[str, bytes]:
+        return _json_file(tokenizers.Tokenizer.from_str(self._engine.to_str()))
 
 
 class JsonTokenizer(Tokenizer):
@@ -158,6 +169,10 @@ class JsonTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._engine.decode([int(token) for token in ids], skip_special_tokens=False)
 
+    def file(self) -> tuple[str, bytes]:
+        definition = _without_randomness(json.loads(self._definition), self._end) | {"post_processor": None}
+        return _json_file(tokenizers.Tokenizer.from_str(json.dumps(definition)), self._end)
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece `.model`; end-of-text is its `</s>`. Its normalisation may change spaces and rare characters.
@@ -193,6 +208,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._engine.decode([token for token in map(int, ids) if 0 <= token < self.n_vocab])
+
+    def file(self) -> tuple[str, bytes]:
+        return "tokenizer.model", self._model
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -253,6 +271,19 @@ def gpt2_pieces(text: str, length: int = 1 << 20) -> Iterator[str]:
         yield text[start : boundary.start()]
         start = boundary.start()
     yield text[start:]
+
+
+def _byte_level_engine(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
+    """GPT-2's scheme: bytes stand as printable symbols, and words of them are merged."""
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = tokenizers.decoders.ByteLevel()
+    return engine
+
+
+def _json_file(engine: tokenizers.Tokenizer, end: str = END_OF_TEXT) -> tuple[str, bytes]:
+    engine.add_special_tokens([tokenizers.AddedToken(end, normalized=False)])
+    return "tokenizer.json", engine.to_str(pretty=True).encode("utf-8")
 
 
 def _encode_ordinary(engine: tokenizers.Tokenizer, text: str) -> list[int]:

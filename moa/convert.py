@@ -104,7 +104,8 @@ def convert(
     `init="preserve"` keeps the function of the model, so that a checkpoint can go on training:
 
     - LA kinds: one coefficient is 1 and the others are 0, and the outputs are the same to the last bit (to rounding
-      where a fused weight was split; not where an activation overflows in float16: 0 times infinity).
+      where a fused weight was split and in 16-bit types, in which a mixture is rounded once, at its end; not where an
+      activation overflows in float16: 0 times infinity).
     - MoA kinds: all gate rows u, v start at 0, so that gates do not depend on the token at first; biases open one gate
       and shut the others. The open gates weigh 1/2 (1/4 over both branches of `bi-moa`; about 1 with softmax), by
       whose inverse the output projection is multiplied, in place.

@@ -11,10 +11,12 @@ Behind it are several implementations of the same two functions, forward and bac
 | `inductor`  | the same, compiled into one loop               | on a CPU, inside `torch.compile`   |
 | `triton`    | `moa.kernels.triton_mix`                       | on CUDA, but for float64           |
 
-What the others do not know: fixed kinds, kinds and activations registered by a user, and derivatives of derivatives.
+What the others do not know: fixed kinds, kinds and activations of a user, and the transforms of torch.func. Second
+derivatives need implementation="reference" too, which `auto` cannot foresee: an error says so.
 """
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -45,11 +47,11 @@ def check_implementation(name: str, kind: str, function: mixing.Mixing | None, a
         return
     if function not in FORMS:
         raise ValueError(f"implementation={name!r} does not apply to {kind!r}, which has no fused form: leave it out")
-    unknown = [activation for activation in activations if activation not in torch_mix.SLOPES]
+    unknown = [activation for activation in activations if not torch_mix.knows(activation)]
     if unknown:
         raise ValueError(f"implementation={name!r} does not know the activation {unknown[0]!r}: leave it out")
-    if name == "triton" and not has_triton():
-        raise ValueError("implementation='triton' needs the package triton, which is not installed")
+    if name == "triton" and not (has_triton() and (torch.cuda.is_available() or _is_interpreted())):
+        raise ValueError("implementation='triton' needs a CUDA device and the package triton: leave it out")
 
 
 def apply(
@@ -77,7 +79,7 @@ def apply(
 
 def choose(y: Tensor, activations: Sequence[str]) -> str:
     """What `auto` means for this tensor and dictionary."""
-    if any(name not in torch_mix.SLOPES for name in activations):
+    if not all(map(torch_mix.knows, activations)) or _is_transformed():
         return "reference"
     if y.device.type == "cuda" and has_triton() and y.dtype != torch.float64:
         return "triton"
@@ -87,6 +89,15 @@ def choose(y: Tensor, activations: Sequence[str]) -> str:
 @lru_cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func is at work (grad, vmap, jvp ..), which knows no rules for the operation."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def mix(
@@ -106,7 +117,14 @@ def mix(
         pi, rho: gates (..., R) or constants (R,); rho is None but for "bi_sided".
         activations: names.
         implementation: "torch", "inductor" or "triton".
+
+    Raises:
+        ValueError: "triton" for a tensor that is not on a CUDA device, or a transform of torch.func.
     """
+    if implementation == "triton" and not (y.is_cuda or y.is_meta or _is_interpreted()):
+        raise ValueError(f"implementation='triton' computes on a CUDA device, not on {y.device}")
+    if _is_transformed():
+        raise ValueError(f"implementation={implementation!r} does not know torch.func: use 'auto' or 'reference'")
     lead = y.shape[:-1]
 
     def of_tokens(weights: Tensor | None) -> Tensor | None:
@@ -191,3 +209,10 @@ def _differentiate(ctx, g):
 
 
 _mix.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _refuse(ctx, *gradients):
+    raise RuntimeError("the fused mixture has no second derivative: build the layer with implementation='reference'")
+
+
+_mix_backward.register_autograd(_refuse)

@@ -41,7 +41,7 @@ class Kind:
         mixes = self.family != "fixed"
         names = parse_activations(activations, with_identity=mixes and self.projections == 2)
         if not mixes and names != self.activations:
-            takers = ", ".join(kind.name for kind in _KINDS.values() if kind.family != "fixed")
+            takers = ", ".join(kinds("la", "moa"))
             raise ValueError(
                 f"activations={activations!r} does not apply to {self.name!r}; kinds that take it: {takers}"
             )
@@ -53,7 +53,7 @@ class Kind:
         if self.family == "moa" or (gate == DEFAULT_GATE and not gate_bias):
             return
         option = f"gate={gate!r}" if gate != DEFAULT_GATE else f"gate_bias={gate_bias!r}"
-        takers = ", ".join(kind.name for kind in _KINDS.values() if kind.family == "moa")
+        takers = ", ".join(kinds("moa"))
         raise ValueError(f"{option} does not apply to {self.name!r}, which has no gates; kinds that take it: {takers}")
 
     def labels(self, activations: Sequence[str]) -> dict[str, list[str]]:
@@ -165,9 +165,9 @@ def find_kind(name: str) -> Kind:
     return _KINDS[name]
 
 
-def kinds() -> list[str]:
-    """The names of all kinds, registered ones last."""
-    return list(_KINDS)
+def kinds(*families: Family) -> list[str]:
+    """The names of all kinds, or of those of some families ("fixed", "la", "moa"); registered ones last."""
+    return [kind.name for kind in _KINDS.values() if not families or kind.family in families]
 
 
 def default_activations(kind: str) -> list[str]:

@@ -85,6 +85,13 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def readable_as_usual(file: Path) -> None:
+    """Give a file the permissions of one that `open` makes: safetensors makes its files for their owner alone."""
+    umask = os.umask(0)  # there is no way only to read it
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
+
+
 def write_durably(path: Path, text: str) -> None:
     """Write a text file and wait until it is on the disk."""
     with open(path, "w", encoding="utf-8") as file:

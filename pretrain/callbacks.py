@@ -1,6 +1,5 @@
 """What a person sees of a running job: the progress bar, the gates of its layers, a clean stop."""
 
-import math
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -9,11 +8,12 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import nn
 from tqdm.auto import tqdm
 
 from pretrain.checkpoint import Checkpoints, is_validated_next
+from pretrain.inspection import layer_inputs, layer_mixes, mixing_layers
 from pretrain.metrics import StepMetrics, log_metrics
+from pretrain.mix_figures import mix_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,6 +107,7 @@ class StopSignal(L.Callback):
         self.requested = False
         self._signal = signal.SIGINT
         self._previous: dict[int, Any] = {}
+        self._hosts: Any = None  # the ranks, for a question to all of them
 
     @property
     def exit_code(self) -> int:
@@ -119,6 +120,11 @@ class StopSignal(L.Callback):
                 self._previous[number] = signal.signal(number, self._on_signal)
         except ValueError:  # not in the main thread: a program around us handles its signals
             self._previous = {}
+        if trainer.world_size > 1:
+            # Asked over gloo, from host to host: a question to the devices would wait for all that they have queued.
+            self._hosts = torch.distributed.new_group(backend="gloo")
+            # Lightning's own such question, before every micro-batch, is whether it has caught the signal: it has not.
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def _on_signal(self, number: int, _: Any) -> None:
         self._signal = signal.Signals(number)
@@ -134,7 +140,9 @@ class StopSignal(L.Callback):
             return
         requested = self.requested
         if trainer.world_size > 1:  # the ranks hear of it at different steps
-            requested = trainer.strategy.reduce_boolean_decision(requested, all=False)
+            any_requested = torch.tensor(requested, dtype=torch.int32)
+            torch.distributed.all_reduce(any_requested, torch.distributed.ReduceOp.MAX, group=self._hosts)
+            requested = bool(any_requested)
         if requested:
             self.requested = True
             trainer.should_stop = True
@@ -169,94 +177,17 @@ class GateStatistics(L.Callback):
         if batch_idx > 0 or trainer.sanity_checking:
             return
         assert pl_module.model is not None
-        layers = {name: module for name, module in pl_module.model.named_modules() if hasattr(module, "gate_labels")}
+        layers = mixing_layers(pl_module.model)
         gated = {name: module for name, module in layers.items() if module.gate_labels()}
-        inputs = _layer_inputs(pl_module, gated, batch) if gated else {}
+        inputs = layer_inputs(gated, lambda: pl_module.loss(batch)) if gated else {}
         metrics: dict[str, float] = {}
         pictures: dict[str, dict[str, dict[str, float]]] = {}
         for name, module in layers.items():
-            mixes = gate_mixes(module, inputs[name]) if name in gated else coefficient_mixes(module)
-            for gate, mix in mixes.items():
-                metrics |= {f"gates/{name}/{gate}/{key}": value for key, value in mix.items()}
-                means = {key.removesuffix("/mean"): value for key, value in mix.items() if key.endswith("/mean")}
-                pictures.setdefault(gate, {})[name] = means
+            for mix in layer_mixes(name, module, inputs.get(name)):
+                metrics |= {f"gates/{name}/{mix.gate}/{key}": value for key, value in mix.metrics().items()}
+                pictures.setdefault(mix.gate, {})[name] = mix.means()
         if metrics:
             log_metrics(trainer, metrics)
         if trainer.is_global_zero:
             for gate, rows in pictures.items():
                 log_figure(trainer, f"gates/{gate}", mix_figure(gate, rows))
-
-
-@torch.no_grad()
-def _layer_inputs(pl_module: Any, layers: dict[str, nn.Module], batch: Any) -> dict[str, torch.Tensor]:
-    """Run the batch once more and return what each layer is given, (tokens, d)."""
-    inputs: dict[str, torch.Tensor] = {}
-
-    def keep(name: str) -> Any:
-        return lambda module, args: inputs.__setitem__(name, args[0].detach().flatten(0, -2))
-
-    hooks = [module.register_forward_pre_hook(keep(name)) for name, module in layers.items()]
-    try:
-        # Compiled blocks would pass over hooks that were added later.
-        with torch.compiler.set_stance("force_eager"):
-            pl_module.loss(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return inputs
-
-
-@torch.no_grad()
-def gate_mixes(layer: Any, x: torch.Tensor) -> dict[str, dict[str, float]]:
-    """Return, per gate of an FFN layer, mean and spread of each activation's weight and the entropy of the mix.
-
-    Args:
-        layer: a module with `gates(x)` and `gate_labels()`.
-        x: the layer's input, (tokens, d).
-    """
-    mixes = {}
-    for gate, weights in layer.gates(x).items():
-        weights = weights.float()  # (tokens, m)
-        share = weights.abs() / weights.abs().sum(-1, keepdim=True).clamp_min(1e-12)
-        even = math.log(weights.shape[-1]) or 1.0  # the entropy of an even mix; of a single activation it is 0
-        entropy = -(share * share.clamp_min(1e-12).log()).sum(-1).mean() / even
-        labels = layer.gate_labels()[gate]
-        spread = weights.std(0, correction=0)
-        mixes[gate] = {
-            **{f"{label}/mean": value for label, value in zip(labels, weights.mean(0).tolist(), strict=True)},
-            **{f"{label}/spread": value for label, value in zip(labels, spread.tolist(), strict=True)},
-            "entropy": float(entropy),
-        }
-    return mixes
-
-
-def coefficient_mixes(layer: Any) -> dict[str, dict[str, float]]:
-    """Return the coefficients of a learnable-activation layer in the form of `gate_mixes`; {} for other layers."""
-    mixes = {}
-    for name, values in layer.coefficients().items():
-        labels = layer.coefficient_labels()[name]
-        mixes[name] = {
-            f"{label}/mean": value for label, value in zip(labels, values.detach().float().tolist(), strict=True)
-        }
-    return mixes
-
-
-def mix_figure(gate: str, rows: dict[str, dict[str, float]]) -> "Figure":
-    """Draw the mean weight of every activation (columns) in every layer (rows)."""
-    from matplotlib.figure import Figure
-
-    labels = list(next(iter(rows.values())))
-    values = [[row.get(label, float("nan")) for label in labels] for row in rows.values()]
-    figure = Figure(figsize=(2.5 + 0.7 * len(labels), 1.2 + 0.35 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(values, cmap="viridis", aspect="auto")
-    axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.set_title(f"mean weight of each activation ({gate})")
-    lowest, highest = min(map(min, values)), max(map(max, values))
-    for row, line in enumerate(values):
-        for column, value in enumerate(line):
-            ink = "black" if value > lowest + 0.6 * (highest - lowest) else "white"  # viridis ends in a light yellow
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=7)
-    figure.colorbar(image, ax=axes)
-    return figure

@@ -193,7 +193,7 @@ class Checkpoints(Checkpoint):
         """Write `last.ckpt`; call it on every rank, between two optimizer steps.
 
         Raises:
-            DivergedError: if the step's loss is not finite; the checkpoint before it stays.
+            DivergedError: if the step's loss or a weight is not finite; the checkpoint before it stays.
         """
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector of Lightning's
             if isinstance(callback, StepMetrics):
@@ -206,9 +206,20 @@ class Checkpoints(Checkpoint):
         return trainer.global_step != self._saved_step and trainer.global_step % self.every_n_steps == 0
 
     def _save(self, trainer: L.Trainer, name: str) -> None:
+        # The loss of a step was computed before its update: only the weights tell what that has done.
+        check_finite("the sum of the weights", weights_sum(trainer), trainer)
         for logger in trainer.loggers:  # after a kill, the records reach as far as the checkpoint
             logger.save()
         trainer.save_checkpoint(self.folder / name)
+
+
+@torch.no_grad()
+def weights_sum(trainer: L.Trainer) -> float:
+    """Return the sum of all weights, over all ranks and their shards: it is finite if every weight is."""
+    weights: list[Any] = list(trainer.lightning_module.parameters())
+    shards = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in weights]
+    total = torch.stack([shard.sum(dtype=torch.float32) for shard in shards]).sum()
+    return float(trainer.strategy.reduce(total, reduce_op="sum"))
 
 
 def is_validated_next(trainer: L.Trainer, batch_idx: int) -> bool:

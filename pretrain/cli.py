@@ -84,7 +84,8 @@ class PretrainCLI(LightningCLI):
             "--init_from",
             type=str | None,
             default=None,
-            help="Folder of a run, or a checkpoint, whose weights a new run starts from (nothing else is taken).",
+            help="Folder of a run, or a checkpoint, whose weights a new run starts from (nothing else is taken)."
+            + self.model_class.foreign_help,  # type: ignore[union-attr]
         )
         parser.add_argument(
             "--checkpoint_every_n_steps", type=int, default=1000, help="Optimizer steps between two last.ckpt."

@@ -79,6 +79,7 @@ class PretrainData(L.LightningDataModule):
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             num_workers=self.num_workers,
+            pin_memory=trainer.strategy.root_device.type == "cuda",
         )
 
     def _running_trainer(self) -> L.Trainer:

@@ -161,22 +161,41 @@ class EvaluationLoader:
     """
 
     def __init__(
-        self, dataset: WeightedDataset, *, batch_size: int, rank: int = 0, world_size: int = 1, num_workers: int = 0
+        self,
+        dataset: WeightedDataset,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
         self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self._loader: DataLoader | None = None
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        if self._loader is None:
+            self._loader = DataLoader(
+                self.dataset,  # type: ignore[arg-type]
+                batch_sampler=self._batches(),
+                num_workers=self.num_workers,
+                pin_memory=self.pin_memory,
+                persistent_workers=self.num_workers > 0,  # started once, not at every validation
+            )
+        return iter(self._loader)
+
+    def _batches(self) -> list[list[int]]:
         stride = self.batch_size * self.world_size
         n_samples = len(self.dataset)
-        batches = [
+        return [
             [index if index < n_samples else -1 for index in range(first, first + self.batch_size)]
             for first in range(self.rank * self.batch_size, len(self) * stride, stride)
         ]
-        return iter(DataLoader(self.dataset, batch_sampler=batches, num_workers=self.num_workers))  # type: ignore[arg-type]

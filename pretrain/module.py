@@ -12,7 +12,7 @@ from pretrain.checkpoint import check_same_architecture, load_weights
 from pretrain.metrics import check_finite, log_metrics
 from pretrain.optim import OptimizerConfig, Rule, build_optimizer, format_table
 from pretrain.order import global_seed, noise_seed
-from pretrain.parallelize import parallelize
+from pretrain.parallelize import ActivationCheckpointing, check_activation_checkpointing, parallelize
 from pretrain.plan import Plan, apply_plan, make_plan, recount
 from pretrain.schedules import ScheduleConfig, build_schedule
 
@@ -29,20 +29,33 @@ class PretrainModule(L.LightningModule):
 
     #: what throughput counts: "tokens" or "images"
     unit = "samples"
-    #: the submodules that are compiled one by one
+    #: the submodules that are compiled, and recomputed, one by one
     block_class: type[nn.Module] | None = None
     #: settings (their beginnings) that say how weights are found, not what they compute
-    settings_of_training: tuple[str, ...] = ("optimizer", "schedule", "compile_blocks")
+    settings_of_training: tuple[str, ...] = (
+        "optimizer",
+        "schedule",
+        "compile_blocks",
+        "activation_checkpointing",
+    )
     #: settings that a resumed run may change: its length and what it shows, not how it learns
-    may_change_on_resume: tuple[str, ...] = ("schedule", "compile_blocks")
+    may_change_on_resume: tuple[str, ...] = ("schedule", "compile_blocks", "activation_checkpointing")
+    #: what `--init_from` takes besides a run or a checkpoint; see `read_foreign`
+    foreign_help: str = ""
 
     def __init__(
-        self, optimizer: OptimizerConfig, schedule: ScheduleConfig, compile_blocks: bool | None = None
+        self,
+        optimizer: OptimizerConfig,
+        schedule: ScheduleConfig,
+        compile_blocks: bool | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
     ) -> None:
         super().__init__()
+        check_activation_checkpointing(activation_checkpointing)
         self.optimizer_config = optimizer
         self.schedule_config = schedule
         self.compile_blocks = compile_blocks
+        self.activation_checkpointing = activation_checkpointing
         self.model: nn.Module | None = None
         self.plan: Plan | None = None
         self.init_from: str | None = None
@@ -93,6 +106,13 @@ class PretrainModule(L.LightningModule):
         """Return limits on the run, in tokens (or images), by the name of the setting."""
         return {}
 
+    def read_foreign(self, source: str) -> dict[str, torch.Tensor] | None:
+        """Return the weights of the model that `--init_from` names in a form which only the domain knows.
+
+        None: it names a run or a checkpoint. A UserError: the weights do not fit, or would compute something else.
+        """
+        return None
+
     def validation_metrics(self, loss: float) -> dict[str, float]:
         """Return what to report of a mean validation loss, besides `val/loss`."""
         return {}
@@ -142,10 +162,19 @@ class PretrainModule(L.LightningModule):
             return
         self.model = self.build_model()
         if self.init_from is not None:
-            load_weights(self.model, self.init_from)
+            foreign = self.read_foreign(self.init_from)
+            if foreign is None:
+                load_weights(self.model, self.init_from)
+            else:
+                self.model.load_state_dict(foreign)
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         compiles = on_gpu if self.compile_blocks is None else self.compile_blocks
-        parallelize(self.model, self.block_class if compiles else None)
+        parallelize(
+            self.model,
+            self.block_class,
+            compiled=compiles,
+            activation_checkpointing=self.activation_checkpointing,
+        )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         assert self.model is not None

@@ -26,7 +26,7 @@ def check_run(cli: Any) -> None:
         raise UserError(str(error)) from error
     if cli.checkpoint is not None:
         check_resume(cli, preview, read_checkpoint(cli.checkpoint, resumable=True))
-    elif module.init_from is not None:
+    elif module.init_from is not None and module.read_foreign(module.init_from) is None:
         file = find_checkpoint(module.init_from)
         checkpoint = read_checkpoint(file)
         check_same_architecture(preview, checkpoint, str(file))

@@ -75,6 +75,17 @@ def write_atomically(file: Path, text: str) -> None:
     os.replace(unfinished, file)
 
 
+def write_json(file: Path, data: Any) -> None:
+    """Write plain data as JSON, atomically; numbers that JSON does not know (nan, the infinities) become null."""
+    write_atomically(file, json.dumps(_json_values(data), indent=2, allow_nan=False) + "\n")
+
+
+def beside_run(checkpoint: Path, name: str) -> Path:
+    """Return where a file about a checkpoint goes: to the folder of its run, or beside one that lies alone."""
+    folder = checkpoint.parent
+    return (folder.parent if (folder.parent / CONFIG).is_file() else folder) / name
+
+
 def versions() -> dict[str, str]:
     """Return the versions that decide what a run computes."""
     found = {"python": platform.python_version()}
@@ -177,7 +188,7 @@ class RunRecord(L.Callback):
         summary = self.summary(trainer, pl_module) | {"exit_state": state}
         if exception is not None:
             summary["error"] = f"{type(exception).__name__}: {exception}"
-        write_atomically(self.folder / SUMMARY, json.dumps(_json_values(summary), indent=2, allow_nan=False) + "\n")
+        write_json(self.folder / SUMMARY, summary)
 
     def summary(self, trainer: L.Trainer, pl_module: Any) -> dict[str, Any]:
         """Return what is known of the run so far, as plain data."""

@@ -1,6 +1,7 @@
 """What the tests share."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 # Small tensors on few cores: more threads only get in each other's way, also in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# A shell lets what it starts in the background ignore Ctrl-C, and so would the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

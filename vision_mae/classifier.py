@@ -13,12 +13,14 @@ from torchmetrics.classification import MulticlassAccuracy
 from pretrain.errors import UserError
 from pretrain.module import PretrainModule
 from pretrain.optim import Rule
+from pretrain.parallelize import ActivationCheckpointing
 from pretrain.reload import load_module
 from pretrain.schedules import ScheduleConfig
 from vision_mae.encoder import build_encoder, encoder_weights, load_pretrained
 from vision_mae.model import Pool, encoder_flops
 from vision_mae.module import MaskedAutoencoderModule, ViTOptimizerConfig, check_same_pictures
 
+NO_LABEL = -100  # the target of a picture that only fills up a batch
 HEAD_STD = {"linear": 0.01, "finetune": 2e-5}
 
 
@@ -58,6 +60,8 @@ class ClassifierModule(PretrainModule):
         cutmix: the same of cutmix.
         label_smoothing: share of the target that is spread over all classes.
         compile_blocks: compile every block with torch.compile; null: on a GPU.
+        activation_checkpointing: what of a block is computed anew in the backward, to hold less memory: none, full
+            (everything), or selective (all but the results of matrix products and attention).
     """
 
     unit = "images"
@@ -76,8 +80,9 @@ class ClassifierModule(PretrainModule):
         cutmix: float = 0.0,
         label_smoothing: float = 0.0,
         compile_blocks: bool | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
     ) -> None:
-        super().__init__(optimizer, schedule, compile_blocks)
+        super().__init__(optimizer, schedule, compile_blocks, activation_checkpointing)
         if task == "linear" and (layer_decay != 1 or drop_path):
             raise UserError(
                 "model.layer_decay and model.drop_path have no meaning for a frozen encoder: leave them out"
@@ -158,7 +163,9 @@ class ClassifierModule(PretrainModule):
             for metric in self._metrics().values():
                 metric.update(logits[present], labels[present])
         smoothing = self.label_smoothing if self.training else 0.0
-        loss = F.cross_entropy(logits[present], labels[present], reduction="sum", label_smoothing=smoothing)
+        # Not `logits[present]`: the host would wait for the device to know how many there are.
+        targets = labels.masked_fill(~present, NO_LABEL)
+        loss = F.cross_entropy(logits, targets, ignore_index=NO_LABEL, reduction="sum", label_smoothing=smoothing)
         return loss, present.sum()
 
     def validation_metrics(self, loss: float) -> dict[str, float]:

@@ -9,7 +9,7 @@ import timm
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pretrain.atomic import locked, partial_folder, publish
+from pretrain.atomic import locked, partial_folder, publish, readable_as_usual
 from pretrain.cli import OneLineParser
 from pretrain.errors import UserError, command
 from pretrain.reload import load_module
@@ -40,6 +40,8 @@ def export(checkpoint: str, output: str) -> None:
     with locked(folder), partial_folder(folder) as partial:
         save_file(timm_names(encoder_weights(model), module.config.ffn.kind), partial / ENCODER)
         save_file({name: value.contiguous() for name, value in model.state_dict().items()}, partial / AUTOENCODER)
+        for name in (ENCODER, AUTOENCODER):
+            readable_as_usual(partial / name)
         (partial / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
         publish(partial, folder)
     print(USE.format(output=output, architecture=description["architecture"], layer=description["mlp_layer"]), end="")

@@ -11,6 +11,7 @@ from torch import nn
 from pretrain.errors import UserError
 from pretrain.module import PretrainModule
 from pretrain.optim import Decay, OptimizerConfig, Rule, decay_rules
+from pretrain.parallelize import ActivationCheckpointing
 from pretrain.schedules import ScheduleConfig
 from vision_mae.callbacks import KnnProbe, Reconstructions
 from vision_mae.model import MAEConfig, MaskedAutoencoder, ViTFFNConfig, flops_per_image, num_parameters
@@ -61,11 +62,13 @@ class MaskedAutoencoderModule(PretrainModule):
         init: how linear layers start: timm (truncated normal, 0.02) or xavier, as the public MAE.
         probe: the nearest-neighbour probe during training.
         compile_blocks: compile every block with torch.compile; null: on a GPU.
+        activation_checkpointing: what of a block is computed anew in the backward, to hold less memory: none, full
+            (everything), or selective (all but the results of matrix products and attention).
     """
 
     unit = "images"
     block_class = Block
-    may_change_on_resume = (*PretrainModule.may_change_on_resume, "probe")
+    may_change_on_resume = (*PretrainModule.may_change_on_resume, "probe", "ffn.implementation")
     settings_of_training = (
         *PretrainModule.settings_of_training,
         "init",
@@ -97,8 +100,9 @@ class MaskedAutoencoderModule(PretrainModule):
         init: Literal["timm", "xavier"] = "timm",
         probe: ProbeConfig = DEFAULT_PROBE,
         compile_blocks: bool | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
     ) -> None:
-        super().__init__(optimizer, schedule, compile_blocks)
+        super().__init__(optimizer, schedule, compile_blocks, activation_checkpointing)
         self.config = MAEConfig(
             size=size,
             width=width,

@@ -170,7 +170,9 @@ def _documents(rows: Iterator[Row], source: str, max_bad: int, report: ReadRepor
             report.bytes += size
             yield text
     if report.documents == 0:
-        raise UserError(f"{source} holds no documents ({report.empty} empty, {report.bad} broken): nothing to train on")
+        raise UserError(
+            f"{source} holds no documents ({report.empty} empty, {report.bad} broken): give one with text in it"
+        )
 
 
 def _file_rows(files: list[Path], text_field: str) -> Iterator[Row]:

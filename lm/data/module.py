@@ -58,6 +58,8 @@ class TextData(PretrainData):
         super().__init__(global_batch_size, micro_batch_size, num_workers, seed)
         if sequence_length < 1:
             raise UserError(f"data.sequence_length is {sequence_length}: it has to be at least 1")
+        if max_bad < 0:
+            raise UserError(f"data.max_bad is {max_bad}: it has to be 0 or more")
         self.source = source
         self.val_source = val_source
         self.tokenizer_name = tokenizer
@@ -93,14 +95,19 @@ class TextData(PretrainData):
         if self._is_set_up:
             return
         self.train_dataset = self._packed(open_prepared(self._train_folder(), "train"))
-        if self.val_source is not None:
-            # A source of its own was prepared whole, as its train split.
-            self._val_split = open_prepared(self._val_folder(), "train")
-        elif self.val_fraction > 0:  # a folder that was prepared without says what to do
-            self._val_split = open_prepared(self._train_folder(), "val")
+        self._val_split = self.open_val_split()
         if self._val_split is not None:
             self.val_dataset = self._packed(self._val_split)
         self._is_set_up = True
+
+    def open_val_split(self) -> PreparedSplit | None:
+        """The text to validate on, tokenized now if the cache lacks it; None when nothing is held out."""
+        if self.val_source is not None:
+            # A source of its own was prepared whole, as its train split.
+            return open_prepared(self._val_folder(), "train")
+        if self.val_fraction > 0:  # a folder that was prepared without says what to do
+            return open_prepared(self._train_folder(), "val")
+        return None
 
     @property
     def val_tokens_per_byte(self) -> float | None:

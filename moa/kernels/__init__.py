@@ -1,1 +1,1 @@
-"""Implementations of the fused mixture; `moa.fused` chooses among them."""
+"""Implementations of the fused mixture, among which `moa.fused` chooses; those for a GPU are imported only there."""

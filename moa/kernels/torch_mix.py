@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moa.activations import ACTIVATIONS
 from moa.mixing import pairs
 
 # (grad_y, grad_z, grad_pi, grad_rho); None for what a form does not have.
@@ -54,7 +55,7 @@ def forward(
         compiled: in one loop that inductor writes, instead of block by block.
     """
     if compiled and y.numel():
-        return compiled_rows(forward_rows, form, tuple(names))(y, z, pi, rho)
+        return compiled_rows(forward_rows, form, tuple(names))(y, z, every_token(pi, y), every_token(rho, y))
     h = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     for rows in blocks(y):
         h[rows] = forward_rows(form, tuple(names), y[rows], *of_rows(rows, z, pi, rho))
@@ -73,7 +74,8 @@ def backward(
 ) -> Gradients:
     """The gradients of y, z, pi and rho, each of the shape and type of its tensor; arguments as in `forward`."""
     if compiled and y.numel():
-        grad_y, grad_z, sums_pi, sums_rho = compiled_rows(backward_rows, form, tuple(names))(g, y, z, pi, rho)
+        gates = every_token(pi, y), every_token(rho, y)
+        grad_y, grad_z, sums_pi, sums_rho = compiled_rows(backward_rows, form, tuple(names))(g, y, z, *gates)
     else:
         grad_y = torch.empty(y.shape, dtype=y.dtype, device=y.device)
         grad_z = None if z is None else torch.empty_like(grad_y)
@@ -90,6 +92,7 @@ def blocks(y: Tensor) -> Iterator[slice]:
     """Cuts the rows of y into blocks that stay in cache; at least one, also of no rows."""
     block = len(y)
     if y.device.type == "cpu":
+        keep_freed_memory()
         row_bytes = 4 * max(1, y.shape[1])
         block = max(1, torch.get_num_threads() * BLOCK_BYTES // row_bytes)
     for start in range(0, max(1, len(y)), max(1, block)):
@@ -101,6 +104,21 @@ def of_rows(rows: slice, z: Tensor | None, pi: Tensor, rho: Tensor | None) -> It
     yield None if z is None else z[rows]
     for weights in (pi, rho):
         yield weights if weights is None or weights.ndim == 1 else weights[rows]
+
+
+def every_token(weights: Tensor | None, y: Tensor) -> Tensor | None:
+    """Gates (N, R) as they are, constants once for each token: without rows, inductor would split its loop."""
+    return weights if weights is None or weights.ndim == 2 else weights.repeat(len(y), 1)
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Makes the C library keep the memory of freed blocks, instead of asking the system for it every time.
+
+    glibc does so for sizes up to the largest that it has seen freed, at most 32 MiB. Fresh pages would take longer than
+    the arithmetic on them.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def over_tokens(sums: Tensor, weights: Tensor) -> Tensor:
@@ -127,7 +145,7 @@ def forward_rows(
     form: str, names: tuple[str, ...], y: Tensor, z: Tensor | None, pi: Tensor, rho: Tensor | None
 ) -> Tensor:
     """h (N, D) of a block of tokens."""
-    at_y, at_z = Point(y), None if z is None else Point(z)
+    at_y, at_z = Point(y, False), None if z is None else Point(z, False)
     return FORMS[form].forward(names, at_y, at_z, columns(pi), columns(rho)).to(y.dtype)
 
 
@@ -135,7 +153,7 @@ def backward_rows(
     form: str, names: tuple[str, ...], g: Tensor, y: Tensor, z: Tensor | None, pi: Tensor, rho: Tensor | None
 ) -> tuple[Any, ...]:
     """The gradients of y and z, and the sums over channels (N, R) for pi and rho, of a block of tokens."""
-    at_y, at_z = Point(y), None if z is None else Point(z)
+    at_y, at_z = Point(y, True), None if z is None else Point(z, True)
     grad_y, grad_z, *sums = FORMS[form].backward(names, widened(g), at_y, at_z, columns(pi), columns(rho))
     return grad_y.to(y.dtype), None if grad_z is None else grad_z.to(y.dtype), *sums
 
@@ -143,8 +161,9 @@ def backward_rows(
 class Point:
     """The activations and their slopes at t; what several of them share is computed once."""
 
-    def __init__(self, t: Tensor) -> None:
+    def __init__(self, t: Tensor, with_slopes: bool) -> None:
         self.t = widened(t)
+        self._values = VALUES_WITH_SLOPES if with_slopes else VALUES
         self._known: dict[str, Tensor] = {}
 
     def values(self, names: Sequence[str]) -> list[Tensor]:
@@ -157,34 +176,43 @@ class Point:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._known:
-            self._known[name] = VALUES[name](self)
+            self._known[name] = self._values[name](self)
         return self._known[name]
 
 
 VALUES: dict[str, Callable[[Point], Tensor]] = {
     "id": lambda at: at.t,
-    "gelu": lambda at: at.t * at["Phi"],
-    "silu": lambda at: at.t * at["sigmoid"],
+    "gelu": lambda at: F.gelu(at.t),
+    "silu": lambda at: F.silu(at.t),
     "relu2": lambda at: at["relu"] * at["relu"],
     "leaky_relu": lambda at: F.leaky_relu(at.t, 0.01),
     "tanh": lambda at: torch.tanh(at.t),
     "relu": lambda at: torch.relu(at.t),
-    # What they and their slopes are made of.
+}
+VALUES_WITH_SLOPES: dict[str, Callable[[Point], Tensor]] = VALUES | {
+    "gelu": lambda at: at.t * at["Phi"],
+    "silu": lambda at: at.t * at["sigmoid"],
     "sigmoid": lambda at: torch.sigmoid(at.t),
-    "Phi": lambda at: torch.erf(at.t * math.sqrt(0.5)) * 0.5 + 0.5,  # of the standard normal distribution
-    "density": lambda at: torch.exp(at.t * at.t * -0.5) * (1 / math.sqrt(2 * math.pi)),
+    "Phi": lambda at: (at.t * math.sqrt(0.5)).erf_().mul_(0.5).add_(0.5),  # of the standard normal distribution
+    "density": lambda at: (at.t * at.t).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi)),
     "step": lambda at: torch.sign(at["relu"]),  # faster than a comparison, which makes booleans first
 }
 SLOPES: dict[str, Callable[[Point], Any]] = {
     "id": lambda at: 1.0,
-    "gelu": lambda at: at["Phi"] + at.t * at["density"],
-    "silu": lambda at: at["sigmoid"] * (1 + at.t - at["silu"]),
+    "gelu": lambda at: torch.addcmul(at["Phi"], at.t, at["density"]),
+    "silu": lambda at: (1 - at["sigmoid"]).mul_(at.t).add_(1).mul_(at["sigmoid"]),
     "relu2": lambda at: 2 * at["relu"],
-    "leaky_relu": lambda at: at["step"] * 0.99 + 0.01,
-    "tanh": lambda at: 1 - at["tanh"] * at["tanh"],
+    "leaky_relu": lambda at: (0.99 * at["step"]).add_(0.01),
+    "tanh": lambda at: (at["tanh"] * at["tanh"]).neg_().add_(1),
     "relu": lambda at: at["step"],
 }
-"""Activations that have a derivative here; a dictionary with others is left to the reference."""
+
+_KNOWN = {name: ACTIVATIONS[name] for name in SLOPES}
+
+
+def knows(name: str) -> bool:
+    """Whether the derivative of this activation is here: of a name that still means what it did."""
+    return name in _KNOWN and ACTIVATIONS.get(name) is _KNOWN[name]
 
 
 class TypeOne:
@@ -261,12 +289,17 @@ def _partners_of_z(pi: Sequence[Tensor], values_y: Sequence[Tensor]) -> list[Ten
 FORMS: dict[str, Any] = {"type_one": TypeOne, "one_sided": OneSided, "bi_sided": BiSided, "quadratic": Quadratic}
 
 
-def weighted(weights: Sequence[Any], terms: Sequence[Any]) -> Tensor:
-    """sum_k weights_k terms_k; terms (N, D) or numbers."""
-    total = weights[0] * terms[0]
-    for weight, term in zip(weights[1:], terms[1:], strict=True):
-        total = torch.addcmul(total, weight, term) if isinstance(term, Tensor) else total + weight * term
-    return total
+def weighted(weights: Sequence[Any], terms: Sequence[Any]) -> Any:
+    """sum_k weights_k terms_k, (N, D), or (N, 1) if all terms are numbers; terms (N, D) or numbers."""
+    total = None  # in place: fresh memory costs a CPU more than the arithmetic
+    numbers = [weight * term for weight, term in zip(weights, terms, strict=True) if not isinstance(term, Tensor)]
+    for weight, term in zip(weights, terms, strict=True):
+        if isinstance(term, Tensor):
+            total = weight * term if total is None else total.addcmul_(weight, term)
+    if not numbers:
+        return total
+    number = sum(numbers[1:], start=numbers[0])
+    return number if total is None else total.add_(number)
 
 
 def over_channels(g: Tensor, values: Sequence[Tensor]) -> Tensor:

@@ -7,10 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 
 from lm import fit
+from pretrain.callbacks import StopSignal, find_callback
 from tests.lm.runs import arguments, train
 from tests.runs import logged, run_folder, state_of
 
@@ -32,6 +34,25 @@ def test_two_processes_equal_one_and_leave_one_run(tmp_path):
     assert theirs["data"] == ours["data"]
     for name in ("train/loss", "val/loss"):
         assert logged(two)[10][name] == pytest.approx(logged(one)[10][name], abs=1e-5)
+
+
+class StopRankOne(L.Callback):
+    """Ask one of two processes to stop after step 3, as a signal that reaches only one."""
+
+    def on_train_batch_start(self, trainer, *_) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            find_callback(trainer, StopSignal).requested = True
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path):
+    command = [sys.executable, "-m", "lm.fit", *arguments(tmp_path, **CUT), "--trainer.devices=2"]
+    command += ["--trainer.strategy=ddp", "--trainer.callbacks+=tests.lm.test_devices.StopRankOne"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=250)
+    assert "stopped at step 3" in done.stdout, done.stderr
+    assert done.returncode == 128 + signal.SIGINT
+    assert state_of(run_folder(tmp_path) / "checkpoints/last.ckpt")["step"] == 3
 
 
 @pytest.mark.slow

@@ -64,9 +64,12 @@ def test_resume_from_the_best_checkpoint(uninterrupted, tmp_path):
 
 
 def test_a_resumed_run_may_be_cut_otherwise(uninterrupted, tmp_path):
-    """Other micro-batches, other sums in floating point: the same run up to rounding, validated at the same steps."""
+    """Other micro-batches, other sums in floating point: the same run up to rounding, validated at the same steps.
+
+    What the backward recomputes may change as well.
+    """
     folder = interrupt_at(7, tmp_path)
-    resume(folder, "--data.micro_batch_size=4")
+    resume(folder, "--data.micro_batch_size=4", "--model.activation_checkpointing=selective")
     state = state_of(folder / "checkpoints" / "last.ckpt")
     assert state["data"] == uninterrupted["data"]
     for name, weight in state["weights"].items():

@@ -2,7 +2,7 @@
 
 import pytest
 import sentencepiece
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lm.streaming import TextStream
@@ -42,6 +42,7 @@ def test_a_character_comes_with_its_last_byte(tokenizers):
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "json", "sentencepiece"])
 @settings(max_examples=100, deadline=None)
+@example(prompt="", numbers=[0, 3, 3])  # spaces behind an unknown token
 @given(prompt=st.sampled_from(["", "the lazy", "hello ", "fox\n", "é"]), numbers=st.lists(st.integers(0, 10**6)))
 def test_any_tokens_give_what_decoding_them_at_once_adds_to_the_prompt(tokenizers, name, prompt, numbers):
     tokenizer = tokenizers[name]

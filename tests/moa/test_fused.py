@@ -216,3 +216,58 @@ def test_what_has_no_fused_form_goes_to_the_reference(monkeypatch):
         moa.build_ffn("moa", 4, 8, implementation="cuda")
     with pytest.raises(ValueError, match="'triton' does not apply to 'geglu'"):
         moa.timm_mlp("geglu", implementation="triton")
+
+
+@pytest.mark.parametrize("kind", ["moa", "bi-la"])
+def test_under_the_transforms_of_torch_func_it_is_the_reference(kind):
+    torch.manual_seed(0)
+    layer = moa.build_ffn(kind, 3, 5).double()
+    x = torch.randn(3, dtype=torch.float64)
+    forwards, backwards = torch.func.jacfwd(layer)(x), torch.func.jacrev(layer)(x)
+    torch.testing.assert_close(forwards, backwards)
+    torch.testing.assert_close(forwards, torch.autograd.functional.jacobian(layer, x))
+    torch.testing.assert_close(torch.func.vmap(layer)(x.expand(4, 3)), layer(x.expand(4, 3)))
+    forced = moa.build_ffn(kind, 3, 5, implementation="torch").double()
+    with pytest.raises(ValueError, match=r"'torch' does not know torch\.func: use 'auto' or 'reference'"):
+        torch.func.jacfwd(forced)(x)
+
+
+def test_a_second_derivative_names_its_cure():
+    layer, x = moa.build_ffn("one-moa", 3, 5), torch.randn(2, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="build the layer with implementation='reference'"):
+        gradient.square().sum().backward()
+
+
+def test_triton_without_a_gpu_is_refused_at_once():
+    if torch.cuda.is_available():
+        pytest.skip("there is one here")
+    with pytest.raises(ValueError, match="'triton' needs a CUDA device and the package triton"):
+        moa.build_ffn("moa", 3, 5, implementation="triton")
+
+
+def test_an_activation_that_a_user_has_replaced_is_theirs(monkeypatch):
+    monkeypatch.setitem(moa.ACTIVATIONS, "gelu", lambda t: 3 * t)
+    layer, x = moa.build_ffn("la", 3, 5, activations=["gelu"]), torch.randn(2, 3)
+    torch.testing.assert_close(layer(x), layer.w2(0.5 * 3 * layer.w1(x)))
+
+
+@pytest.mark.parametrize("t", [1e-6, 1e8, -1e8])
+@pytest.mark.parametrize("name", list(moa.ACTIVATIONS))
+def test_values_and_slopes_are_right_where_they_could_cancel(name, t):
+    y, pi = torch.full((1, 4), t), torch.ones(1, 1)
+    expected, found = (
+        run(lambda y, pi, compute=compute: compute(y, None, pi, None), (y, pi), torch.ones_like(y))
+        for compute in (reference_of("type_one", [name]), fused_of("type_one", [name]))
+    )
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+
+
+def test_a_coefficient_of_one_gives_the_fixed_layer_to_the_last_bit():
+    x = torch.randn(7, 12)
+    for fixed, kind, name in (("gelu", "la", "gelu"), ("silu", "la", "silu"), ("swiglu", "one-la", "id")):
+        plain, layer = moa.build_ffn(fixed, 12, 40), moa.build_ffn(kind, 12, 40)
+        layer.load_state_dict(plain.state_dict(), strict=False)
+        one_hot = torch.tensor([float(label == name) for label in layer.coefficient_labels()["alpha"]])
+        layer.alpha.data.copy_(one_hot)
+        assert torch.equal(layer(x), plain(x))

@@ -123,6 +123,12 @@ def test_other_data_or_another_seed_is_refused_at_resume():
         loader(seed=6).load_state_dict(state)
 
 
+def test_evaluation_keeps_its_workers_also_when_it_was_cut_short():
+    evaluation = EvaluationLoader(Numbers(9), batch_size=2, num_workers=2)
+    assert indices(islice(evaluation, 2)) == [0, 1, 2, 3]
+    assert indices(evaluation) == indices(evaluation) == [*range(9), -1]
+
+
 @given(n=st.integers(1, 30), batch=st.integers(1, 5), ranks=st.integers(1, 4))
 def test_evaluation_reads_every_sample_once_and_all_ranks_run_equally_often(n, batch, ranks):
     parts = [list(EvaluationLoader(Numbers(n), batch_size=batch, rank=rank, world_size=ranks)) for rank in range(ranks)]

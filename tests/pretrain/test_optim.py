@@ -489,6 +489,29 @@ def test_clipping_bounds_the_gradients_that_the_step_sees(tmp_path, name, precis
         assert torch.stack([g.norm() for g in gradients]).norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
+def test_fused_adamw_under_a_gradient_scaler_takes_the_steps_of_unscaled_gradients():
+    """What precision 16-mixed does: unscale, clip, step; and leave out a step whose gradients overflow."""
+    scaled, expected = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    ours, theirs = (build_optimizer(OptimizerConfig(lr=0.1), [("w", p)], [Rule("all")])[0] for p in (scaled, expected))
+    assert ours.param_groups[0]["fused"]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for factor in (1.0, float("inf"), 3.0):
+        for parameter, optimizer in ((scaled, ours), (expected, theirs)):
+            optimizer.zero_grad()
+            loss = (parameter * torch.arange(3.0)).sum() * factor
+            is_scaled = parameter is scaled
+            (scaler.scale(loss) if is_scaled else loss).backward()
+            if is_scaled:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_([parameter], 0.5)
+            if is_scaled:
+                scaler.step(optimizer)
+                scaler.update()
+            elif factor < float("inf"):
+                optimizer.step()
+    torch.testing.assert_close(scaled, expected)
+
+
 def test_accumulation_equals_the_larger_batch(tmp_path):
     whole, accumulated = TinyModule(), TinyModule()
     fit(whole, tmp_path, 5, batch_size=8)

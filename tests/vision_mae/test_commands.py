@@ -50,6 +50,7 @@ def test_timm_loads_the_exported_encoder_and_gives_the_same_features(trained, tm
     if kind != "qd-moa":
         run = train(tmp_path / "runs", model__ffn__kind=kind, trainer__max_steps=2, model__probe__every_n_steps=0)
     export.main(["--checkpoint", str(run.folder), "--output", str(tmp_path / "exported")])
+    assert len({path.stat().st_mode for path in (tmp_path / "exported").iterdir()}) == 1  # safetensors as the others
     images = torch.randn(2, 3, 32, 32)
     model = run.module.model.eval()
     with torch.no_grad():
