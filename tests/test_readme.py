@@ -1,6 +1,6 @@
 """The README is true: its commands run, its code runs, its links lead somewhere."""
 
-import importlib
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -23,6 +23,7 @@ SMALL = {
     "lm.generate": ["--n_tokens=20"],
     "lm.evaluate": ["--limit=1"],
     "pretrain.study": ["--dry_run"],  # hours
+    "moa.theory": ["--quick", "--widths=1", "--starts=1", "--processes=1"],
     "benchmarks.ffn": ["--d=8", "--tokens=8", "--rounds=1", "--modes=eager", "--no-memory"],
     "benchmarks.train_step": [
         *("--config=configs/lm_tiny.yaml", "--length=16", "--rounds=1", "--no-compile", "--no-memory"),
@@ -53,7 +54,8 @@ def newcomer(tmp_path_factory) -> Path:
 
 def run(line: str, folder: Path) -> None:
     module, *arguments = shlex.split(line.removeprefix("python -m "), comments=True)
-    main = importlib.import_module("pretrain.study.__main__" if module == "pretrain.study" else module).main
+    package = importlib.util.find_spec(module).submodule_search_locations is not None
+    main = importlib.import_module(f"{module}.__main__" if package else module).main
     if "--trainer.devices" in arguments:  # wants eight GPUs and the network
         with pytest.raises(SystemExit) as done:
             main([*arguments, "--print_config"])

@@ -8,11 +8,11 @@ import sys, time
 import torch
 before = set(sys.modules)
 start = time.perf_counter()
-import moa
+import moa, moa.theory
 seconds = time.perf_counter() - start
 moa.timm_mlp("qd-moa")(in_features=8, hidden_features=32)(torch.randn(2, 8))
 heavy = {"lightning", "pytorch_lightning", "timm", "torchvision", "transformers", "datasets"}
-heavy |= {"pretrain", "lm", "moa.kernels.triton_mix"}
+heavy |= {"pretrain", "lm", "moa.kernels.triton_mix", "matplotlib"}
 print(seconds < 1.0, sorted(heavy & set(sys.modules)), sorted(set(moa.__all__) - set(dir(moa))))
 """
 
