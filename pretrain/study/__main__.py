@@ -10,7 +10,7 @@ from pretrain.study.cost import cost_table, study_costs
 from pretrain.study.execute import Stop, counted
 from pretrain.study.file import KEYS, Study, read_study
 from pretrain.study.report import write_report
-from pretrain.study.results import gather, read_results
+from pretrain.study.results import RESULTS, gather, read_results, write_results
 from pretrain.study.settings import parse_value
 from pretrain.study.stages import known_runs, queue, work
 from pretrain.study.store import FAILED, Store
@@ -36,6 +36,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry_run", action="store_true", help="show the runs and what they take, and do nothing")
     parser.add_argument("--report", action="store_true", help="make the report from what there is, and run nothing")
     parser.add_argument("--results", type=Path, help="with --report: a results.json.gz in the place of the runs")
+    parser.add_argument("--report_dir", type=Path, help="where the report goes (default: NAME/report in --output)")
     parser.add_argument("--jobs", type=int, help="runs at a time, each on devices of its own (default: one a GPU)")
     parser.add_argument("--output", type=Path, default=Path("runs/studies"), help="where runs and reports go")
     parser.add_argument("--retry", action="store_true", help="try the runs again that have failed")
@@ -94,9 +95,12 @@ def main(args: list[str] | None = None) -> None:
 
 
 def report(study: Study, store: Store, chosen: argparse.Namespace) -> None:
-    """Write the report of what there is."""
+    """Write the report of what there is, and the results that it comes from unless they are a file already."""
+    folder = chosen.report_dir or chosen.output / study.name / "report"
     results = read_results(chosen.results) if chosen.results else gather(store, known_runs(study, store))
-    print(f"report  {write_report(study, results, chosen.output / study.name / 'report')}")
+    print(f"report  {write_report(study, results, folder)}")
+    if not chosen.results:
+        write_results(folder / RESULTS, results)
 
 
 if __name__ == "__main__":

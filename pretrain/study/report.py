@@ -7,7 +7,7 @@ from pretrain.run import write_atomically
 from pretrain.study.compare import Comparisons, compare, mode_name
 from pretrain.study.figures import draw_figures
 from pretrain.study.file import Study
-from pretrain.study.results import Result, Results, write_results
+from pretrain.study.results import Result, Results
 from pretrain.study.statistics import ScalingLaw, fit_scaling_law
 from pretrain.study.store import FINISHED, OPEN
 from pretrain.study.tables import (
@@ -23,14 +23,13 @@ SIZES_OF_A_LAW = 3
 
 
 def write_report(study: Study, results: Results, folder: Path) -> Path:
-    """Write report.md, comparisons.csv, runs.csv, results.json.gz and the figures; return the report's file."""
+    """Write report.md, comparisons.csv, runs.csv and the figures; return the report's file."""
     folder.mkdir(parents=True, exist_ok=True)
     compared = compare(study, results)
     laws = scaling_laws(compared)
     figures = draw_figures(compared, laws, folder)
     write_atomically(folder / "comparisons.csv", comparisons_csv(compared))
     write_atomically(folder / "runs.csv", runs_csv(results))
-    write_results(folder / "results.json.gz", results)
     report = folder / "report.md"
     write_atomically(report, report_text(compared, results, laws, figures))
     return report

@@ -13,6 +13,7 @@ from pretrain.study.grid import Run
 from pretrain.study.store import FINISHED, Store, read_curve
 
 FORMAT = 1
+RESULTS = "results.json.gz"
 EVALUATION = "evaluation_tasks.json"
 # What reports draw: the other columns of a metrics.csv stay where they are.
 CURVES = ("step", "train/loss", "val/loss", "val/bpb", "val/relative_loss")
@@ -101,9 +102,7 @@ def read_results(file: Path) -> Results:
             )
         return Results(Result(**result) for result in data["results"])
     except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{file} holds no results of a study ({error}): give the results.json.gz of a report"
-        ) from error
+        raise UserError(f"{file} holds no results of a study ({error}): give the {RESULTS} of a report") from error
 
 
 def _downstream(folder: Path) -> dict[str, float]:

@@ -13,8 +13,10 @@ from pretrain.study.__main__ import main
 from pretrain.study.compare import compare
 from pretrain.study.file import Study, read_study
 from pretrain.study.report import write_report
-from pretrain.study.results import Result, Results, read_results
+from pretrain.study.results import Result, Results, read_results, write_results
 
+ROOT = Path(__file__).parents[2]
+STUDIES = config_folder() / "studies"
 SEEDS = (1, 2, 3)
 SIZES = {"small": 1e6, "medium": 2e6, "large": 4e6, "huge": 8e6}
 
@@ -112,7 +114,7 @@ def test_figures_are_drawn_and_the_same_results_give_the_same_bytes(study, resul
         write_report(study, results, tmp_path / folder)
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     figures = ["curves.svg", "rates.svg", "relative.svg", "scaling.svg"]
-    assert files == sorted(["comparisons.csv", "report.md", "results.json.gz", "runs.csv", *figures])
+    assert files == sorted(["comparisons.csv", "report.md", "runs.csv", *figures])
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
         if file.endswith(".svg"):
@@ -120,11 +122,25 @@ def test_figures_are_drawn_and_the_same_results_give_the_same_bytes(study, resul
             assert f"({file})" in (tmp_path / "a" / "report.md").read_text()
 
 
-def test_a_report_is_made_again_from_its_results_file(study, results, report, tmp_path):
-    write_report(study, results, tmp_path / "first")
-    file = write_study(tmp_path)
-    main([str(file), "--report", "--results", str(tmp_path / "first" / "results.json.gz"), "--output", str(tmp_path)])
-    assert (tmp_path / "study" / "report" / "report.md").read_text() == report
+def test_a_report_is_made_again_from_its_results_file(results, report, tmp_path):
+    for name in ("once.json.gz", "twice.json.gz"):
+        write_results(tmp_path / name, results)
+    assert (tmp_path / "once.json.gz").read_bytes() == (tmp_path / "twice.json.gz").read_bytes()
+    file, folder = write_study(tmp_path), tmp_path / "docs"
+    main([str(file), "--report", "--results", str(tmp_path / "once.json.gz"), "--report_dir", str(folder)])
+    assert (folder / "report.md").read_text() == report
+    assert not list(folder.glob("*.gz"))
+
+
+PUBLISHED = sorted((ROOT / "studies" / "results").glob("*.json.gz"))
+
+
+@pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: file.name.split(".")[0])
+def test_a_published_report_is_what_its_results_say(file, tmp_path):
+    study = read_study(STUDIES / f"{file.name.split('.')[0]}.yaml")
+    write_report(study, read_results(file), tmp_path)
+    for name in ("report.md", "comparisons.csv", "runs.csv"):
+        assert (ROOT / "docs" / "studies" / study.name / name).read_text() == (tmp_path / name).read_text()
 
 
 def test_another_file_in_its_place_is_refused(tmp_path):
