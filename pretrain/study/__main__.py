@@ -1,6 +1,7 @@
 """Run a study and report on it: `python -m pretrain.study FILE.yaml [--dry_run | --report]`."""
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -83,7 +84,7 @@ def main(args: list[str] | None = None) -> None:
             else queue(study, store, pairs(chosen.slurm))
         )
     if stop.signal is not None:
-        print(f"stopped: go on with `{PROG} {chosen.file}`")
+        print(f"stopped: go on with `{PROG} {shlex.join(sys.argv[1:] if args is None else args)}`")
         sys.exit(128 + stop.signal)
     report(study, store, chosen)
     standings = {run.key: store.standing(run) for run in known_runs(study, store)}
