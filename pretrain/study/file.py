@@ -18,7 +18,7 @@ KEYS = {
     "config": "the configuration that all runs start from, beside the study file",
     "overrides": "{dotted key: value} for all runs",
     "sizes": "{label: {dotted key: value}}; may also hold config, lr and samples of its own",
-    "methods": "{label: {dotted key: value}}, compared with each other at every size",
+    "methods": "{label: {dotted key: value}}, compared with each other at every size; may hold an lr of its own",
     "baseline": "the method that the others are compared with, or {baseline: [methods]}; default: the first",
     "lr": "the grid of peak learning rates",
     "select": "{seed: 0, methods: [..]}: the runs that the learning rate is selected by; default: every method",
@@ -117,8 +117,9 @@ def _points(file: Path, text: dict[str, Any], changes: dict[str, Any]) -> list[P
         base = override(base, {key: value for key, value in of_size.items() if key not in OF_A_SIZE})
         samples = of_size.get("samples", text.get("samples"))
         for method, of_method in _labelled(file, "methods", text["methods"]):
+            grid = of_method.pop("lr", of_size.get("lr", text.get("lr")))
             settings = override(override(base, of_method), changes)
-            lrs = _list(file, "lr", of_size.get("lr", text.get("lr", [settings.get(LR)])))
+            lrs = _list(file, "lr", [settings.get(LR)] if grid is None else grid)
             points.append(
                 Point(
                     size=size,

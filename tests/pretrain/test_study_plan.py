@@ -159,6 +159,17 @@ def test_a_grid_is_a_product_of_sizes_methods_and_rates(tmp_path):
     assert runs[0].label == "small moa tanh moa lr 0.001 seed 0"
 
 
+def test_a_method_may_have_a_grid_of_its_own(tmp_path):
+    methods = {"moa": {"model.ffn.kind": "moa"}, "bi-moa": {"model.ffn.kind": "bi-moa", "lr": [2e-3, 4e-3]}}
+    sizes = {"small": {}, "large": {"model.d_model": 128, "lr": [5e-4]}}
+    study = read_study(write(tmp_path, methods=methods, sizes=sizes, lr=[1e-3]))
+    grids = {(point.size, point.method): point.lrs for point in study.points}
+    assert grids["small", "moa"] == (1e-3,)
+    assert grids["large", "moa"] == (5e-4,)
+    assert grids["small", "bi-moa"] == grids["large", "bi-moa"] == (2e-3, 4e-3)
+    assert all("lr" not in run.settings for run in selection_runs(study))
+
+
 def test_a_run_is_known_by_what_it_computes(tmp_path):
     """Not by where the study file lies, what it calls things, or how it writes a number."""
     one = read_study(write(tmp_path, title="one", lr=[0.001], methods={"a": {"model.ffn": {"kind": "moa"}}}))
