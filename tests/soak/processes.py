@@ -1,0 +1,88 @@
+"""The processes of a run: who they are, what they hold, and whether any is left."""
+
+import os
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+MARK = "SOAK_LIFE"
+"""The variable of the environment that every process of a life inherits."""
+
+
+@dataclass
+class Life:
+    """One start of a run, until it ends or is killed.
+
+    Attributes:
+        ranks: how many processes it trains with.
+        mark: by which its processes are found, those that have lost their parent included.
+        memory: (seconds since the start, resident bytes of the largest process).
+        files: most open files of a process.
+    """
+
+    process: subprocess.Popen
+    ranks: int
+    mark: str
+    started: float = field(default_factory=time.monotonic)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    files: int = 0
+
+    def trainers(self) -> list[psutil.Process]:
+        """The ranks at work, the first one first; fewer while it starts."""
+        mine = [process for process in marked(self.mark) if "tests.soak.train" in " ".join(_line(process))]
+        return sorted(mine, key=lambda process: process.pid)
+
+    def observe(self) -> None:
+        """Note memory and open files of the ranks."""
+        for process in self.trainers():
+            try:
+                self.memory.append((time.monotonic() - self.started, process.memory_info().rss))
+                self.files = max(self.files, process.num_fds())
+            except psutil.Error:  # it has just ended
+                continue
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((held for _, held in self.memory), default=0)
+
+
+def start(line: list[str], ranks: int, mark: str, log: Path, **variables: str) -> Life:
+    """Start a life, in a session of its own."""
+    environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"} | variables
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            line, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    return Life(process, ranks, mark)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Every process alive that has inherited a mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # ended, or of another user
+            continue
+    return found
+
+
+def left_over(mark: str, patience: float = 20.0) -> list[psutil.Process]:
+    """The processes that outlive their life by more than some seconds; they are killed then."""
+    until = time.monotonic() + patience
+    while (alive := marked(mark)) and time.monotonic() < until:
+        time.sleep(0.2)
+    for process in alive:
+        process.kill()
+    return alive
+
+
+def _line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
