@@ -381,10 +381,22 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _muon_step(self, group: dict[str, Any]) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
-        for batch in batches_of_equal_matrices(parameters, MAX_BATCH_ELEMENTS):
-            triples = [(p, p.grad, self._momentum_buffer(p)) for p in batch]
-            for together in _one_by_one(triples) if _prefers_single_matrices(batch[0]) else [triples]:
-                _muon_update(together, group)
+        if any(is_sharded(p) for p in parameters):
+            from pretrain.muon_shards import is_split, step_of_split_matrices  # only where distributed training exists
+
+            split = [p for p in parameters if is_split(p)]
+            parameters = [p for p in parameters if not is_split(p)]
+            if split:
+                step_of_split_matrices(split, [self._momentum_buffer(p) for p in split], group)
+        triples = {}
+        for parameter in parameters:
+            triple = (local(parameter), local(parameter.grad), local(self._momentum_buffer(parameter)))
+            triples[id(triple[0])] = triple
+        here = [parameter for parameter, _, _ in triples.values() if parameter.numel()]
+        for batch in batches_of_equal_matrices(here, MAX_BATCH_ELEMENTS):
+            together = [triples[id(parameter)] for parameter in batch]
+            for some in _one_by_one(together) if prefers_single_matrices(batch[0]) else [together]:
+                _muon_update(some, group)
 
     def _momentum_buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -396,10 +408,10 @@ class MuonAdamW(torch.optim.Optimizer):
         parameters = [p for p in group["params"] if p.grad is not None]
         states = [self._adamw_state(p, group["fused"]) for p in parameters]
         adamw(
-            parameters,
-            [p.grad for p in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [local(p) for p in parameters],
+            [local(p.grad) for p in parameters],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=group["fused"] or None,  # None, not False: torch then chooses foreach by device, as its AdamW does
@@ -422,13 +434,23 @@ class MuonAdamW(torch.optim.Optimizer):
         return state
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether each device holds but a slice of this (a DTensor)."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Tensor:
+    """Return this device's slice of a sharded tensor, which shares its memory; of another the tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
 # A parameter, its gradient and its momentum buffer; or the same of one matrix of a stack.
-Triple = tuple[Tensor, Tensor | None, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def _prefers_single_matrices(parameter: Tensor) -> bool:
-    is_sharded = hasattr(parameter, "device_mesh")
-    return parameter.device.type == "cpu" and not is_sharded and min(parameter.shape[-2:]) > CPU_MAX_BATCHED_ROWS
+def prefers_single_matrices(matrices: Tensor) -> bool:
+    """Return whether these are faster one by one than in a batch."""
+    return matrices.device.type == "cpu" and min(matrices.shape[-2:]) > CPU_MAX_BATCHED_ROWS
 
 
 def _one_by_one(triples: list[Triple]) -> Iterator[list[Triple]]:
@@ -437,40 +459,31 @@ def _one_by_one(triples: list[Triple]) -> Iterator[list[Triple]]:
         if triple[0].ndim == 2:
             yield [triple]
         else:
-            parameter, gradient, buffer = triple
-            assert gradient is not None
-            yield from ([single] for single in zip(parameter, gradient, buffer, strict=True))
+            yield from ([single] for single in zip(*triple, strict=True))
 
 
 def _muon_update(triples: list[Triple], group: dict[str, Any]) -> None:
     """Update matrices of one shape in place."""
-    momentum, updates = group["momentum"], []
-    for _, gradient, buffer in triples:
-        assert gradient is not None
-        buffer.lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        # Gathered and in bf16 one by one, so that no second fp32 copy of the whole batch exists.
-        updates.append(_gathered(update).bfloat16())
-    directions = orthogonalise(updates, group["ns_steps"])
-    for (parameter, _, _), direction in zip(triples, directions, strict=True):
-        scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))  # the RMS of AdamW's updates, for any shape
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(_sharded_like(parameter, direction), alpha=-group["lr"] * scale)
+    # In bf16 one by one, so that no second fp32 copy of the whole batch exists.
+    updates = [momentum_update(gradient, buffer, group).bfloat16() for _, gradient, buffer in triples]
+    for (parameter, _, _), direction in zip(triples, orthogonalise(updates, group["ns_steps"]), strict=True):
+        moved(parameter, direction, group, max(parameter.shape[-2:]))
 
 
-def _gathered(update: Tensor) -> Tensor:
-    """The whole of a sharded (DTensor) update: orthogonalisation needs all rows. Every rank then does the same work."""
-    return update.full_tensor() if hasattr(update, "full_tensor") else update
+def momentum_update(gradient: Tensor, buffer: Tensor, group: dict[str, Any]) -> Tensor:
+    """Add a gradient to its running mean, in place, and return what is to be orthogonalised."""
+    buffer.lerp_(gradient, 1 - group["momentum"])
+    return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
 
-def _sharded_like(parameter: Tensor, direction: Tensor) -> Tensor:
-    """This rank's shard of `direction`, without communication; `direction` itself for an ordinary parameter."""
-    if not hasattr(parameter, "device_mesh"):
-        return direction
-    from torch.distributed.tensor import DTensor, distribute_tensor  # only where distributed training exists
+def moved(parameter: Tensor, direction: Tensor, group: dict[str, Any], longest: int) -> None:
+    """Decay a matrix (or some of its rows) and move it, in place.
 
-    assert isinstance(parameter, DTensor)
-    return distribute_tensor(direction, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    Args:
+        longest: the longer side of the whole matrix: the update gets the RMS of AdamW's, for any shape.
+    """
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(longest))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
