@@ -1,8 +1,8 @@
 """Muon on matrices whose rows are spread over devices: each is put together on one device, which orthogonalises it.
 
 The matrices are shared out by the work that they are. In rounds that bound the memory, every device sends its rows of
-each update to the matrix's owner, and gets its rows of the direction back: two all-to-alls of bfloat16, the type in
-which directions are computed anyway, so that the result is that of one device. Momentum stays with the rows.
+each update to the matrix's owner, and gets its rows of the direction back: two all-to-alls in the type in
+which directions are computed anyway (bfloat16), so that the result is that of one device. Momentum stays with the rows.
 """
 
 from collections.abc import Sequence
@@ -77,10 +77,11 @@ class _Round:
     def run(self, momentum: dict[int, DTensor], settings: dict[str, Any]) -> None:
         mine = self.owned[self.rank]
         updates = [
-            momentum_update(parameter.grad.to_local(), momentum[id(parameter)].to_local(), settings).bfloat16()  # type: ignore[union-attr]
+            momentum_update(parameter.grad.to_local(), momentum[id(parameter)].to_local(), settings)  # type: ignore[union-attr]
             for matrices in self.owned
             for parameter in matrices
         ]
+        self.nothing = updates[0].new_empty(0)
         parts = self._exchange(updates, [sum(self._size(p, self.rank) for p in m) for m in self.owned], self._of_mine)
         whole = [torch.cat(list(pieces)) for pieces in zip(*parts, strict=True)]
         if whole and prefers_single_matrices(whole[0]):
@@ -106,9 +107,8 @@ class _Round:
         Args:
             expected: rank -> (matrix, rank) of each slice that comes from it: those rows of the matrix.
         """
-        first = sum(self.owned, [])[0]
         flat = [tensor.reshape(-1) for tensor in outgoing]
-        sent = torch.cat(flat) if flat else torch.empty(0, dtype=torch.bfloat16, device=first.to_local().device)
+        sent = torch.cat(flat) if flat else self.nothing
         slices = [expected(rank) for rank in self.everyone]
         lengths = [[self._size(*piece) for piece in pieces] for pieces in slices]
         received = sent.new_empty(sum(map(sum, lengths)))

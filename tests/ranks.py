@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+from pretrain import optim
+
 ROOT = Path(__file__).parent.parent
 N_RANKS = 2
 
@@ -47,6 +51,7 @@ def run_on_two_ranks(jobs: list[tuple[str, list[str]]], timeout: float = 250) ->
 
 
 def main() -> None:
+    optim.NEWTON_SCHULZ_TYPE = torch.float32
     for module, arguments in json.loads(sys.argv[1]):
         importlib.import_module(module).run(arguments)
 
