@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from pretrain.optim import (
     MAX_BATCH_ELEMENTS,
     batches_of_equal_matrices,
-    moved,
     momentum_update,
+    move,
     orthogonalise,
     prefers_single_matrices,
 )
@@ -32,13 +32,16 @@ def is_split(parameter: Tensor) -> bool:
     return dimension is not None and parameter.device_mesh.size(dimension) > 1
 
 
-def step_of_split_matrices(parameters: Sequence[DTensor], buffers: Sequence[DTensor], group: dict[str, Any]) -> None:
+def step_of_split_matrices(
+    parameters: Sequence[DTensor], buffers: Sequence[DTensor], group: dict[str, Any], skip: Tensor | None
+) -> None:
     """Update matrices in place; a call for all ranks, with the same parameters.
 
     Args:
         parameters: with gradients, all spread over the rows on one mesh.
         buffers: the momentum of each.
         group: the settings of their optimizer group.
+        skip: a scalar on the device; where it is not 0, nothing changes.
     """
     dimension = shard_dimension(parameters[0])
     assert dimension is not None
@@ -48,7 +51,7 @@ def step_of_split_matrices(parameters: Sequence[DTensor], buffers: Sequence[DTen
     shares = [batches_of_equal_matrices(share, MAX_BATCH_ELEMENTS) for share in share_out(parameters, n_ranks)]
     for number in range(max(map(len, shares))):
         owned = [share[number] if number < len(share) else [] for share in shares]
-        _Round(owned, mesh.get_local_rank(dimension), mesh.get_group(dimension)).run(momentum, group)
+        _Round(owned, mesh.get_local_rank(dimension), mesh.get_group(dimension)).run(momentum, group, skip)
 
 
 def share_out(parameters: Sequence[Tensor], n_ranks: int) -> list[list[Tensor]]:
@@ -74,10 +77,10 @@ class _Round:
         self.owned, self.rank, self.group = owned, rank, group
         self.everyone = range(len(owned))
 
-    def run(self, momentum: dict[int, DTensor], settings: dict[str, Any]) -> None:
+    def run(self, momentum: dict[int, DTensor], settings: dict[str, Any], skip: Tensor | None) -> None:
         mine = self.owned[self.rank]
         updates = [
-            momentum_update(parameter.grad.to_local(), momentum[id(parameter)].to_local(), settings)  # type: ignore[union-attr]
+            momentum_update(parameter.grad.to_local(), momentum[id(parameter)].to_local(), settings, skip)  # type: ignore[union-attr]
             for matrices in self.owned
             for parameter in matrices
         ]
@@ -96,7 +99,7 @@ class _Round:
         sizes = [sum(self._size(matrix, rank) for matrix in mine) for rank in self.everyone]
         back = self._exchange(slices, sizes, lambda rank: [(p, self.rank) for p in self.owned[rank]])
         for parameter, direction in zip(sum(self.owned, []), sum(back, []), strict=True):
-            moved(parameter.to_local(), direction, settings, max(parameter.shape))
+            move(parameter.to_local(), direction, settings, max(parameter.shape), skip)
 
     def _of_mine(self, rank: int) -> list[tuple[Tensor, int]]:
         return [(matrix, rank) for matrix in self.owned[self.rank]]

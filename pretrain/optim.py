@@ -323,6 +323,9 @@ def batches_of_equal_matrices(parameters: Iterable[Tensor], max_elements: int) -
 class MuonAdamW(torch.optim.Optimizer):
     """Muon on some groups and AdamW on the others, as one optimizer.
 
+    An attribute `found_inf`, a scalar tensor on the device, makes `step` do nothing where it is not 0, as it does in
+    torch's fused optimizers: neither weights nor state change, and the host need not know. (AdamW groups: if fused.)
+
     Every group carries `optimizer`, "muon" or "adamw". The AdamW half is torch's own; the Muon half takes matrices
     (rows, cols) and stacks (n, rows, cols) whose every slice is a matrix of its own, as the experts of a layer are.
 
@@ -383,6 +386,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def _muon_step(self, group: dict[str, Any]) -> None:
+        skip = getattr(self, "found_inf", None)
         parameters = [p for p in group["params"] if p.grad is not None]
         if any(is_sharded(p) for p in parameters):
             from pretrain.muon_shards import is_split, step_of_split_matrices  # only where distributed training exists
@@ -390,7 +394,7 @@ class MuonAdamW(torch.optim.Optimizer):
             split = [p for p in parameters if is_split(p)]
             parameters = [p for p in parameters if not is_split(p)]
             if split:
-                step_of_split_matrices(split, [self._momentum_buffer(p) for p in split], group)
+                step_of_split_matrices(split, [self._momentum_buffer(p) for p in split], group, skip)
         triples = {}
         for parameter in parameters:
             triple = (local(parameter), local(parameter.grad), local(self._momentum_buffer(parameter)))
@@ -399,7 +403,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for batch in batches_of_equal_matrices(here, MAX_BATCH_ELEMENTS):
             together = [triples[id(parameter)] for parameter in batch]
             for some in _one_by_one(together) if prefers_single_matrices(batch[0]) else [together]:
-                _muon_update(some, group)
+                _muon_update(some, group, skip)
 
     def _momentum_buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -425,6 +429,7 @@ class MuonAdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            found_inf=getattr(self, "found_inf", None) if group["fused"] else None,
         )
 
     def _adamw_state(self, parameter: Tensor, fused: bool) -> dict[str, Tensor]:
@@ -465,27 +470,32 @@ def _one_by_one(triples: list[Triple]) -> Iterator[list[Triple]]:
             yield from ([single] for single in zip(*triple, strict=True))
 
 
-def _muon_update(triples: list[Triple], group: dict[str, Any]) -> None:
-    """Update matrices of one shape in place."""
-    updates = [momentum_update(gradient, buffer, group) for _, gradient, buffer in triples]
+def _muon_update(triples: list[Triple], group: dict[str, Any], skip: Tensor | None) -> None:
+    """Update matrices of one shape in place; not at all where `skip`, a scalar on the device, is not 0."""
+    updates = [momentum_update(gradient, buffer, group, skip) for _, gradient, buffer in triples]
     for (parameter, _, _), direction in zip(triples, orthogonalise(updates, group["ns_steps"]), strict=True):
-        moved(parameter, direction, group, max(parameter.shape[-2:]))
+        move(parameter, direction, group, max(parameter.shape[-2:]), skip)
 
 
-def momentum_update(gradient: Tensor, buffer: Tensor, group: dict[str, Any]) -> Tensor:
+def momentum_update(gradient: Tensor, buffer: Tensor, group: dict[str, Any], skip: Tensor | None) -> Tensor:
     """Add a gradient to its running mean, in place, and return what is to be orthogonalised."""
+    if skip is not None:
+        gradient = torch.where(skip > 0, buffer, gradient)  # a buffer that goes to where it is stays
     buffer.lerp_(gradient, 1 - group["momentum"])
     update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
     return update.to(NEWTON_SCHULZ_TYPE)  # one by one, so that no second fp32 copy of a whole batch exists
 
 
-def moved(parameter: Tensor, direction: Tensor, group: dict[str, Any], longest: int) -> None:
+def move(parameter: Tensor, direction: Tensor, group: dict[str, Any], longest: int, skip: Tensor | None) -> None:
     """Decay a matrix (or some of its rows) and move it, in place.
 
     Args:
         longest: the longer side of the whole matrix: the update gets the RMS of AdamW's, for any shape.
     """
-    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
+    if skip is not None:
+        decay, direction = torch.where(skip > 0, 1.0, decay), torch.where(skip > 0, 0.0, direction)
+    parameter.mul_(decay)
     parameter.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(longest))
 
 

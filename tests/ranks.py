@@ -11,13 +11,17 @@ from pathlib import Path
 import torch
 
 from pretrain import optim
+from pretrain.errors import INTERRUPTED_EXIT_CODE
 
 ROOT = Path(__file__).parent.parent
 N_RANKS = 2
 
 
 def run_on_two_ranks(jobs: list[tuple[str, list[str]]], timeout: float = 250) -> None:
-    """Call `MODULE.run(ARGUMENTS)` for each job, one after the other, on two ranks that are launched as by torchrun."""
+    """Call `MODULE.run(ARGUMENTS)` for each job, one after the other, on two ranks that are launched as by torchrun.
+
+    Newton-Schulz computes in float32, see `pretrain.optim.NEWTON_SCHULZ_TYPE`.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -53,7 +57,11 @@ def run_on_two_ranks(jobs: list[tuple[str, list[str]]], timeout: float = 250) ->
 def main() -> None:
     optim.NEWTON_SCHULZ_TYPE = torch.float32
     for module, arguments in json.loads(sys.argv[1]):
-        importlib.import_module(module).run(arguments)
+        try:
+            importlib.import_module(module).run(arguments)
+        except SystemExit as stop:  # of a run that is asked to stop
+            if stop.code != INTERRUPTED_EXIT_CODE:
+                raise
 
 
 if __name__ == "__main__":
