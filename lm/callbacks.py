@@ -28,7 +28,7 @@ class TextSamples(L.Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         prompt = data.val_prompt(self.prompt_tokens)
         # Compiled blocks would be compiled again for every length.
-        with torch.compiler.set_stance("force_eager"):
+        with trainer.precision_plugin.forward_context(), torch.compiler.set_stance("force_eager"):
             (written,) = generate(
                 pl_module.model,
                 [prompt],

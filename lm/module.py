@@ -10,6 +10,7 @@ from torch import nn
 from lm.callbacks import TextSamples
 from lm.data.packing import IGNORED
 from lm.expert_load import ExpertLoad
+from lm.head import Head
 from lm.foreign import PREFIX, read_foreign
 from lm.model import Block, Llama, LlamaConfig, flops_per_token, num_parameters
 from lm.moe import MoE, MoEConfig, Routing
@@ -45,6 +46,7 @@ class LanguageModule(PretrainModule):
 
     unit = "tokens"
     block_class = Block
+    sharded_classes = (Head,)
     foreign_help = " hf:DIR: a Llama in the format of Hugging Face transformers."
     may_change_on_resume = (*PretrainModule.may_change_on_resume, "tokens_per_parameter", "ffn.implementation")
     settings_of_training = (

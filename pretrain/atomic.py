@@ -48,29 +48,43 @@ def partial_folder(output: Path) -> Iterator[Path]:
     To be used under the lock: then whatever lies there already was left by a killed process.
     """
     partial = output.parent / f".{output.name}.partial"
-    retired = output.parent / f".{output.name}.retired"
+    retired = _retired(output)
     try:
-        if retired.exists() and not output.exists():
-            retired.rename(output)  # killed between the two renames of `publish`
-        _remove(partial)
-        _remove(retired)
+        if settled(output) == retired:
+            retired.rename(output)
+        remove(partial)
+        remove(retired)
         partial.mkdir()
         yield partial
     except OSError as error:
         raise UserError(f"the output {output} cannot be written: {error.strerror or error}") from error
     finally:
-        _remove(partial)
+        remove(partial)
 
 
 def publish(partial: Path, output: Path) -> None:
-    """Make `partial` the folder `output`, in the place of what was there."""
+    """Make `partial`, a folder or a file that is on the disk, `output`, in the place of what was there."""
     _sync_folder(partial)
-    retired = output.parent / f".{output.name}.retired"
-    if output.exists():
-        output.rename(retired)
-    partial.rename(output)
+    retired = _retired(output)
+    if partial.is_dir() or output.is_dir():  # a folder takes the place of nothing, and a file that of a file alone
+        if output.exists():
+            remove(retired)
+            output.rename(retired)
+        partial.rename(output)
+    else:
+        os.replace(partial, output)
     _sync_folder(output.parent)
-    _remove(retired)
+    remove(retired)
+
+
+def settled(output: Path) -> Path:
+    """Return where `output` lies: elsewhere only if a kill has come between the two renames of `publish`."""
+    retired = _retired(output)
+    return retired if retired.exists() and not output.exists() else output
+
+
+def _retired(output: Path) -> Path:
+    return output.parent / f".{output.name}.retired"
 
 
 def _sync_folder(folder: Path) -> None:
@@ -81,8 +95,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def remove(path: Path) -> None:
+    """Remove a folder or a file, if it is there and can be removed."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def readable_as_usual(file: Path) -> None:

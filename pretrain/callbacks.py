@@ -14,6 +14,7 @@ from pretrain.checkpoint import Checkpoints, is_validated_next
 from pretrain.inspection import layer_inputs, layer_mixes, mixing_layers
 from pretrain.metrics import StepMetrics, log_metrics
 from pretrain.mix_figures import mix_figure
+from pretrain.sharding import gathered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,13 +180,15 @@ class GateStatistics(L.Callback):
         assert pl_module.model is not None
         layers = mixing_layers(pl_module.model)
         gated = {name: module for name, module in layers.items() if module.gate_labels()}
-        inputs = layer_inputs(gated, lambda: pl_module.loss(batch)) if gated else {}
+        with trainer.precision_plugin.forward_context():
+            inputs = layer_inputs(gated, lambda: pl_module.loss(batch)) if gated else {}
         metrics: dict[str, float] = {}
         pictures: dict[str, dict[str, dict[str, float]]] = {}
         for name, module in layers.items():
-            for mix in layer_mixes(name, module, inputs.get(name)):
-                metrics |= {f"gates/{name}/{mix.gate}/{key}": value for key, value in mix.metrics().items()}
-                pictures.setdefault(mix.gate, {})[name] = mix.means()
+            with trainer.precision_plugin.forward_context(), gathered(pl_module.model, module):
+                for mix in layer_mixes(name, module, inputs.get(name)):
+                    metrics |= {f"gates/{name}/{mix.gate}/{key}": value for key, value in mix.metrics().items()}
+                    pictures.setdefault(mix.gate, {})[name] = mix.means()
         if metrics:
             log_metrics(trainer, metrics)
         if trainer.is_global_zero:

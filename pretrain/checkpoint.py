@@ -13,8 +13,10 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
+from pretrain.atomic import publish, settled
 from pretrain.errors import UserError
 from pretrain.metrics import StepMetrics, check_finite
+from pretrain.shards import assembled, is_shard_folder, read_shards
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"
@@ -23,21 +25,23 @@ RESUMABLE = ("global_step", "pytorch-lightning_version", "loops", "optimizer_sta
 
 
 def find_checkpoint(run_or_file: str | Path) -> Path:
-    """Return the checkpoint file of a run folder (its last one) or the file itself.
+    """Return the checkpoint of a run folder (its last one) or the checkpoint itself: a file, or a folder of shards.
 
     A folder of runs, such as runs/lm_tiny, stands for the run in it that has saved last.
 
     Raises:
         UserError: if there is none.
     """
-    path = Path(run_or_file).expanduser()
-    if path.is_file():
+    path = settled(Path(run_or_file).expanduser())
+    if is_checkpoint(path):
         return path
     if path.is_dir():
-        last = path / "checkpoints" / LAST
-        if last.is_file():
+        last = settled(path / "checkpoints" / LAST)
+        if is_checkpoint(last):
             return last
-        of_runs = sorted(path.glob(f"*/checkpoints/{LAST}"), key=lambda file: (file.stat().st_mtime_ns, file))
+        of_runs = [settled(run / "checkpoints" / LAST) for run in path.iterdir()]
+        of_runs = [file for file in of_runs if is_checkpoint(file)]
+        of_runs.sort(key=lambda file: (file.stat().st_mtime_ns, file))
         if of_runs:
             return of_runs[-1]
         raise UserError(
@@ -47,19 +51,40 @@ def find_checkpoint(run_or_file: str | Path) -> Path:
     raise UserError(f"{path} does not exist: give the folder of a run or a .ckpt file")
 
 
-def read_checkpoint(file: str | Path, resumable: bool = False) -> dict[str, Any]:
-    """Load a checkpoint file to the CPU: tensors and primitives only.
+def is_checkpoint(path: Path) -> bool:
+    """Return whether something is a file, or a folder of shards, and so may be a checkpoint."""
+    return path.is_file() or is_shard_folder(path)
+
+
+def read_checkpoint(file: str | Path, resumable: bool = False, lazy: bool = False) -> dict[str, Any]:
+    """Load a checkpoint, a file or a folder of shards, to the CPU: tensors and primitives only.
 
     Args:
         resumable: ask for optimizer, data position and counters too, not for weights alone.
+        lazy: leave tensors on the disk until they are used: a file's as memory maps (as always), a folder's as
+            `pretrain.shards.StoredTensor`, which has shape, type and slices.
 
     Raises:
-        UserError: if the file is damaged, holds anything else, or lacks something.
+        UserError: if it is damaged, holds anything else, or lacks something.
     """
+    if is_shard_folder(Path(file)):
+        checkpoint = read_shards(Path(file), with_optimizer=resumable)
+        if not lazy:
+            checkpoint = assembled(checkpoint)
+    else:
+        checkpoint = _read_file(file)
+    needed = ("state_dict", *(RESUMABLE if resumable else ()))
+    missing = [key for key in needed if not isinstance(checkpoint, dict) or key not in checkpoint]
+    if missing:
+        raise UserError(f"{file} is no checkpoint of a run: it has no {' and no '.join(missing)}")
+    return checkpoint
+
+
+def _read_file(file: str | Path) -> Any:
     if not zipfile.is_zipfile(file):
         raise UserError(f"{file} is no readable checkpoint (empty, cut short or of another kind): use another one")
     try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{file} is no readable checkpoint: it holds more than tensors and plain values, and nothing is executed"
@@ -67,11 +92,6 @@ def read_checkpoint(file: str | Path, resumable: bool = False) -> dict[str, Any]
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{file} is no readable checkpoint ({reason}): use another one") from error
-    needed = ("state_dict", *(RESUMABLE if resumable else ()))
-    missing = [key for key in needed if not isinstance(checkpoint, dict) or key not in checkpoint]
-    if missing:
-        raise UserError(f"{file} is no checkpoint of a run: it has no {' and no '.join(missing)}")
-    return checkpoint
 
 
 def model_weights(checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -119,6 +139,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     the system's temporary folder; from there, a move to another file system is a copy that can be cut short.)
     """
 
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        if is_shard_folder(Path(path)):
+            return read_checkpoint(path, resumable=True)
+        return super().load_checkpoint(path, weights_only=weights_only)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
         unfinished = path.with_name(f".{path.name}.tmp")
@@ -128,7 +153,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(unfinished, path)
+            publish(unfinished, path)
         except (OSError, RuntimeError) as error:  # torch.save speaks of a full disk as a RuntimeError
             unfinished.unlink(missing_ok=True)
             reason = str(error).strip().splitlines()[0]

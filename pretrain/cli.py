@@ -125,7 +125,7 @@ class PretrainCLI(LightningCLI):
         chosen = self._get(self.config_init, "trainer")
         resumed_step = 0
         if self.checkpoint is not None:
-            resumed_step = read_checkpoint(self.checkpoint, resumable=True)["global_step"]
+            resumed_step = read_checkpoint(self.checkpoint, resumable=True, lazy=True)["global_step"]
         user = chosen.get("callbacks") or []
         user = user if isinstance(user, list) else [user]
         wants_bar = chosen.get("enable_progress_bar") is not False

@@ -156,7 +156,8 @@ class StepMetrics(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         if self._is_due(trainer, trainer.global_step + 1):
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self._grad_norm = torch.nn.utils.get_total_norm(gradients)
+            norm = torch.nn.utils.get_total_norm(gradients)
+            self._grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # over all shards
             self._lr = float(optimizer.param_groups[0]["lr"])  # of this step: the schedule moves on before it ends
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

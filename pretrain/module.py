@@ -15,6 +15,7 @@ from pretrain.order import global_seed, noise_seed
 from pretrain.parallelize import ActivationCheckpointing, check_activation_checkpointing, parallelize
 from pretrain.plan import Plan, apply_plan, make_plan, recount
 from pretrain.schedules import ScheduleConfig, build_schedule
+from pretrain.strategy import ShardedStrategy
 
 
 class PretrainModule(L.LightningModule):
@@ -31,6 +32,10 @@ class PretrainModule(L.LightningModule):
     unit = "samples"
     #: the submodules that are compiled, and recomputed, one by one
     block_class: type[nn.Module] | None = None
+    #: further submodules whose parameters travel as one where the model is sharded
+    sharded_classes: tuple[type[nn.Module], ...] = ()
+    #: what of the model is called besides its forward
+    called_methods: tuple[str, ...] = ()
     #: settings (their beginnings) that say how weights are found, not what they compute
     settings_of_training: tuple[str, ...] = (
         "optimizer",
@@ -157,16 +162,25 @@ class PretrainModule(L.LightningModule):
         if self.trainer.datamodule.val_dataset is None:  # type: ignore[attr-defined]
             self.trainer.limit_val_batches = 0
 
-    def configure_model(self) -> None:
-        if self.model is not None:  # the hook runs in every stage
-            return
-        self.model = self.build_model()
+    def initial_model(self) -> nn.Module:
+        """Return the model with the weights that training starts from."""
+        model = self.build_model()
         if self.init_from is not None:
             foreign = self.read_foreign(self.init_from)
             if foreign is None:
-                load_weights(self.model, self.init_from)
+                load_weights(model, self.init_from)
             else:
-                self.model.load_state_dict(foreign)
+                model.load_state_dict(foreign)
+        return model
+
+    def configure_model(self) -> None:
+        if self.model is not None:  # the hook runs in every stage
+            return
+        strategy = self.trainer.strategy
+        is_sharded = isinstance(strategy, ShardedStrategy)
+        self.model = self.build_meta_model() if is_sharded else self.initial_model()
+        if is_sharded:  # before anything is compiled
+            strategy.prepare(self.model, self._sharded_classes())
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         compiles = on_gpu if self.compile_blocks is None else self.compile_blocks
         parallelize(
@@ -175,6 +189,11 @@ class PretrainModule(L.LightningModule):
             compiled=compiles,
             activation_checkpointing=self.activation_checkpointing,
         )
+        if is_sharded:
+            strategy.shard(self.model, self._sharded_classes(), self.called_methods, self.initial_model)
+
+    def _sharded_classes(self) -> tuple[type[nn.Module], ...]:
+        return (*([] if self.block_class is None else [self.block_class]), *self.sharded_classes)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         assert self.model is not None

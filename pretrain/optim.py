@@ -30,6 +30,9 @@ BASE_LR_SAMPLES = 256  # `base_lr` is the learning rate at this effective batch 
 # anywhere in about [0.7, 1.2].
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_EPS = 1e-7
+# The iteration tolerates bfloat16 and runs faster in it, as in torch.optim.Muon. It magnifies the last bits of gradients,
+# though, so that sums in another order show: tests of how a step is cut over devices compute in float32.
+NEWTON_SCHULZ_TYPE = torch.bfloat16
 
 # Equal matrices are orthogonalised together up to this many elements; about five bf16 copies of a batch live at once.
 MAX_BATCH_ELEMENTS = 2**24
@@ -259,7 +262,7 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     """Moves every singular value of each matrix close to one, keeping the singular vectors.
 
     Args:
-        matrices: (rows, cols) or (n, rows, cols), bfloat16, with rows <= cols, which keeps the Gram matrices small.
+        matrices: (rows, cols) or (n, rows, cols), with rows <= cols, which keeps the Gram matrices small.
         steps: iterations of X <- a X + (b G + c G G) X with G = X X^T.
 
     Returns:
@@ -283,9 +286,9 @@ def orthogonalise(updates: Sequence[Tensor], steps: int) -> list[Tensor]:
         updates: each (rows, cols) or (n, rows, cols).
 
     Returns:
-        Tensors of the same shapes, in bfloat16 (as `torch.optim.Muon`: the iteration tolerates it and runs faster).
+        Tensors of the same shapes, in `NEWTON_SCHULZ_TYPE`.
     """
-    wide = [(update.mT if _is_tall(update) else update).bfloat16().contiguous() for update in updates]
+    wide = [(update.mT if _is_tall(update) else update).to(NEWTON_SCHULZ_TYPE).contiguous() for update in updates]
     if len(wide) == 1:
         results = [newton_schulz(wide[0], steps)]
     else:
@@ -319,6 +322,9 @@ def batches_of_equal_matrices(parameters: Iterable[Tensor], max_elements: int) -
 
 class MuonAdamW(torch.optim.Optimizer):
     """Muon on some groups and AdamW on the others, as one optimizer.
+
+    An attribute `found_inf`, a scalar tensor on the device, makes `step` do nothing where it is not 0, as it does in
+    torch's fused optimizers: neither weights nor state change, and the host need not know. (AdamW groups: if fused.)
 
     Every group carries `optimizer`, "muon" or "adamw". The AdamW half is torch's own; the Muon half takes matrices
     (rows, cols) and stacks (n, rows, cols) whose every slice is a matrix of its own, as the experts of a layer are.
@@ -380,11 +386,24 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def _muon_step(self, group: dict[str, Any]) -> None:
+        skip = getattr(self, "found_inf", None)
         parameters = [p for p in group["params"] if p.grad is not None]
-        for batch in batches_of_equal_matrices(parameters, MAX_BATCH_ELEMENTS):
-            triples = [(p, p.grad, self._momentum_buffer(p)) for p in batch]
-            for together in _one_by_one(triples) if _prefers_single_matrices(batch[0]) else [triples]:
-                _muon_update(together, group)
+        if any(is_sharded(p) for p in parameters):
+            from pretrain.muon_shards import is_split, step_of_split_matrices  # only where distributed training exists
+
+            split = [p for p in parameters if is_split(p)]
+            parameters = [p for p in parameters if not is_split(p)]
+            if split:
+                step_of_split_matrices(split, [self._momentum_buffer(p) for p in split], group, skip)
+        triples = {}
+        for parameter in parameters:
+            triple = (local(parameter), local(parameter.grad), local(self._momentum_buffer(parameter)))
+            triples[id(triple[0])] = triple
+        here = [parameter for parameter, _, _ in triples.values() if parameter.numel()]
+        for batch in batches_of_equal_matrices(here, MAX_BATCH_ELEMENTS):
+            together = [triples[id(parameter)] for parameter in batch]
+            for some in _one_by_one(together) if prefers_single_matrices(batch[0]) else [together]:
+                _muon_update(some, group, skip)
 
     def _momentum_buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -396,10 +415,10 @@ class MuonAdamW(torch.optim.Optimizer):
         parameters = [p for p in group["params"] if p.grad is not None]
         states = [self._adamw_state(p, group["fused"]) for p in parameters]
         adamw(
-            parameters,
-            [p.grad for p in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [local(p) for p in parameters],
+            [local(p.grad) for p in parameters],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=group["fused"] or None,  # None, not False: torch then chooses foreach by device, as its AdamW does
@@ -410,6 +429,7 @@ class MuonAdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            found_inf=getattr(self, "found_inf", None) if group["fused"] else None,
         )
 
     def _adamw_state(self, parameter: Tensor, fused: bool) -> dict[str, Tensor]:
@@ -422,13 +442,23 @@ class MuonAdamW(torch.optim.Optimizer):
         return state
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether each device holds but a slice of this (a DTensor)."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Tensor:
+    """Return this device's slice of a sharded tensor, which shares its memory; of another the tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
 # A parameter, its gradient and its momentum buffer; or the same of one matrix of a stack.
-Triple = tuple[Tensor, Tensor | None, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def _prefers_single_matrices(parameter: Tensor) -> bool:
-    is_sharded = hasattr(parameter, "device_mesh")
-    return parameter.device.type == "cpu" and not is_sharded and min(parameter.shape[-2:]) > CPU_MAX_BATCHED_ROWS
+def prefers_single_matrices(matrices: Tensor) -> bool:
+    """Return whether these are faster one by one than in a batch."""
+    return matrices.device.type == "cpu" and min(matrices.shape[-2:]) > CPU_MAX_BATCHED_ROWS
 
 
 def _one_by_one(triples: list[Triple]) -> Iterator[list[Triple]]:
@@ -437,40 +467,36 @@ def _one_by_one(triples: list[Triple]) -> Iterator[list[Triple]]:
         if triple[0].ndim == 2:
             yield [triple]
         else:
-            parameter, gradient, buffer = triple
-            assert gradient is not None
-            yield from ([single] for single in zip(parameter, gradient, buffer, strict=True))
+            yield from ([single] for single in zip(*triple, strict=True))
 
 
-def _muon_update(triples: list[Triple], group: dict[str, Any]) -> None:
-    """Update matrices of one shape in place."""
-    momentum, updates = group["momentum"], []
-    for _, gradient, buffer in triples:
-        assert gradient is not None
-        buffer.lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        # Gathered and in bf16 one by one, so that no second fp32 copy of the whole batch exists.
-        updates.append(_gathered(update).bfloat16())
-    directions = orthogonalise(updates, group["ns_steps"])
-    for (parameter, _, _), direction in zip(triples, directions, strict=True):
-        scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))  # the RMS of AdamW's updates, for any shape
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(_sharded_like(parameter, direction), alpha=-group["lr"] * scale)
+def _muon_update(triples: list[Triple], group: dict[str, Any], skip: Tensor | None) -> None:
+    """Update matrices of one shape in place; not at all where `skip`, a scalar on the device, is not 0."""
+    updates = [momentum_update(gradient, buffer, group, skip) for _, gradient, buffer in triples]
+    for (parameter, _, _), direction in zip(triples, orthogonalise(updates, group["ns_steps"]), strict=True):
+        move(parameter, direction, group, max(parameter.shape[-2:]), skip)
 
 
-def _gathered(update: Tensor) -> Tensor:
-    """The whole of a sharded (DTensor) update: orthogonalisation needs all rows. Every rank then does the same work."""
-    return update.full_tensor() if hasattr(update, "full_tensor") else update
+def momentum_update(gradient: Tensor, buffer: Tensor, group: dict[str, Any], skip: Tensor | None) -> Tensor:
+    """Add a gradient to its running mean, in place, and return what is to be orthogonalised."""
+    if skip is not None:
+        gradient = torch.where(skip > 0, buffer, gradient)  # a buffer that goes to where it is stays
+    buffer.lerp_(gradient, 1 - group["momentum"])
+    update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+    return update.to(NEWTON_SCHULZ_TYPE)  # one by one, so that no second fp32 copy of a whole batch exists
 
 
-def _sharded_like(parameter: Tensor, direction: Tensor) -> Tensor:
-    """This rank's shard of `direction`, without communication; `direction` itself for an ordinary parameter."""
-    if not hasattr(parameter, "device_mesh"):
-        return direction
-    from torch.distributed.tensor import DTensor, distribute_tensor  # only where distributed training exists
+def move(parameter: Tensor, direction: Tensor, group: dict[str, Any], longest: int, skip: Tensor | None) -> None:
+    """Decay a matrix (or some of its rows) and move it, in place.
 
-    assert isinstance(parameter, DTensor)
-    return distribute_tensor(direction, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    Args:
+        longest: the longer side of the whole matrix: the update gets the RMS of AdamW's, for any shape.
+    """
+    decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
+    if skip is not None:
+        decay, direction = torch.where(skip > 0, 1.0, decay), torch.where(skip > 0, 0.0, direction)
+    parameter.mul_(decay)
+    parameter.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(longest))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

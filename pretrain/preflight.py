@@ -8,6 +8,7 @@ from pretrain.checkpoint import check_same_architecture, find_checkpoint, read_c
 from pretrain.errors import UserError
 from pretrain.loader import check_same_data
 from pretrain.module import PretrainModule
+from pretrain.strategy import check_strategy
 
 # Besides what model and data name in `may_change_on_resume`.
 MAY_CHANGE_ON_RESUME = ("trainer.", "checkpoint_every_n_steps", "resume", "tokens_per_parameter")
@@ -16,6 +17,7 @@ MAY_CHANGE_ON_RESUME = ("trainer.", "checkpoint_every_n_steps", "resume", "token
 def check_run(cli: Any) -> None:
     """Set the module's plan, and raise a UserError if recipe, data, model and weights do not go together."""
     module = cli.model
+    check_strategy(cli.trainer)
     module.check_data(cli.datamodule)
     module.plan = module.make_plan(cli.trainer, cli.datamodule)
     try:
@@ -25,10 +27,10 @@ def check_run(cli: Any) -> None:
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     if cli.checkpoint is not None:
-        check_resume(cli, preview, read_checkpoint(cli.checkpoint, resumable=True))
+        check_resume(cli, preview, read_checkpoint(cli.checkpoint, resumable=True, lazy=True))
     elif module.init_from is not None and module.read_foreign(module.init_from) is None:
         file = find_checkpoint(module.init_from)
-        checkpoint = read_checkpoint(file)
+        checkpoint = read_checkpoint(file, lazy=True)
         check_same_architecture(preview, checkpoint, str(file))
         check_same_function(module, checkpoint, str(file))
 

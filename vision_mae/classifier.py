@@ -137,17 +137,15 @@ class ClassifierModule(PretrainModule):
         nn.init.zeros_(model.head.bias)
         return model
 
-    def configure_model(self) -> None:
-        if self.model is not None:
-            return
-        super().configure_model()
+    def initial_model(self) -> nn.Module:
+        model: Any = super().initial_model()
         if self.init_from is None:
             pretrained, _ = load_module(MaskedAutoencoderModule, self.checkpoint)
-            model: Any = self.model
             load_pretrained(
                 model.encoder if self.task == "linear" else model,
                 encoder_weights(pretrained.model),  # type: ignore[arg-type]
             )
+        return model
 
     def loss(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Cross-entropy summed over the pictures, and their number."""

@@ -68,6 +68,7 @@ class MaskedAutoencoderModule(PretrainModule):
 
     unit = "images"
     block_class = Block
+    called_methods = ("features",)
     may_change_on_resume = (*PretrainModule.may_change_on_resume, "probe", "ffn.implementation")
     settings_of_training = (
         *PretrainModule.settings_of_training,

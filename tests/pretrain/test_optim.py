@@ -541,6 +541,12 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(tmp_path, na
 # --- sharded ----------------------------------------------------------------------------------------------------------
 
 
+def parameters_to_shard():
+    """Wide, tall, with an odd number of rows, with fewer rows than ranks; stacks, one of an odd number; a vector."""
+    *matrices, vector = random_parameters((6, 4), (4, 6), (4, 6), (5, 3), (1, 8), (2, 4, 6), (3, 6, 4), (5,))
+    return matrices, vector
+
+
 def sharded_steps(rank: int, folder: str) -> None:
     """One of two processes: three MuonAdamW steps on parameters split over rows (a stack: over experts)."""
     import torch.distributed as dist
@@ -548,9 +554,10 @@ def sharded_steps(rank: int, folder: str) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    whole, optimizer = both_halves()
+    matrices, vector = parameters_to_shard()
+    whole = [*matrices, vector]
     parameters = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in whole]
-    optimizer = MuonAdamW([muon_group(parameters[:2]), adamw_group(parameters[2:])], lr=0.1)
+    optimizer = MuonAdamW([muon_group(parameters[:-1]), adamw_group(parameters[-1:])], lr=0.1)
     for step in range(3):
         set_random_gradients(whole, step)
         for parameter, reference in zip(parameters, whole, strict=True):
@@ -563,9 +570,21 @@ def sharded_steps(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def test_the_matrices_of_a_model_are_shared_out_evenly():
+    from pretrain.muon_shards import share_out
+
+    shapes = [(64, 64)] * 8 + [(170, 64), (170, 64), (64, 170)] * 2 + [(8, 64)] * 4
+    shares = share_out([torch.empty(shape) for shape in shapes], 4)
+    assert sorted(tuple(matrix.shape) for share in shares for matrix in share) == sorted(shapes)
+    work = [sum(min(m.shape) ** 2 * sum(m.shape) for m in share) for share in shares]
+    assert max(work) < 1.3 * sum(work) / 4
+
+
 def test_sharded_parameters_step_as_whole_ones(tmp_path):
     torch.multiprocessing.spawn(sharded_steps, args=(str(tmp_path),), nprocs=2)
-    parameters, optimizer = both_halves()
+    matrices, vector = parameters_to_shard()
+    parameters = [*matrices, vector]
+    optimizer = MuonAdamW([muon_group(matrices), adamw_group([vector])], lr=0.1)
     for step in range(3):
         set_random_gradients(parameters, step)
         optimizer.step()
