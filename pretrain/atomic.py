@@ -81,6 +81,21 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def move(path: Path, place: Path) -> None:
+    """Give a file or a folder another name, in the place of what was there."""
+    if place.is_dir():
+        _remove(place)
+    os.replace(path, place)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with all that is in it."""
+    if path.is_dir():
+        _remove(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 

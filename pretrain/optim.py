@@ -320,6 +320,9 @@ def batches_of_equal_matrices(parameters: Iterable[Tensor], max_elements: int) -
 class MuonAdamW(torch.optim.Optimizer):
     """Muon on some groups and AdamW on the others, as one optimizer.
 
+    An attribute `found_inf`, a scalar tensor on the device, makes `step` do nothing where it is not 0, as it does in
+    torch's fused optimizers: neither weights nor state change, and the host need not know. (AdamW groups: if fused.)
+
     Every group carries `optimizer`, "muon" or "adamw". The AdamW half is torch's own; the Muon half takes matrices
     (rows, cols) and stacks (n, rows, cols) whose every slice is a matrix of its own, as the experts of a layer are.
 
@@ -384,7 +387,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for batch in batches_of_equal_matrices(parameters, MAX_BATCH_ELEMENTS):
             triples = [(p, p.grad, self._momentum_buffer(p)) for p in batch]
             for together in _one_by_one(triples) if _prefers_single_matrices(batch[0]) else [triples]:
-                _muon_update(together, group)
+                _muon_update(together, group, getattr(self, "found_inf", None))
 
     def _momentum_buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -410,6 +413,7 @@ class MuonAdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            found_inf=getattr(self, "found_inf", None) if group["fused"] else None,
         )
 
     def _adamw_state(self, parameter: Tensor, fused: bool) -> dict[str, Tensor]:
@@ -442,11 +446,16 @@ def _one_by_one(triples: list[Triple]) -> Iterator[list[Triple]]:
             yield from ([single] for single in zip(parameter, gradient, buffer, strict=True))
 
 
-def _muon_update(triples: list[Triple], group: dict[str, Any]) -> None:
-    """Update matrices of one shape in place."""
+def _muon_update(triples: list[Triple], group: dict[str, Any], skip: Tensor | None = None) -> None:
+    """Update matrices of one shape in place; not at all where `skip`, a scalar on the device, is not 0."""
     momentum, updates = group["momentum"], []
+    decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
+    if skip is not None:
+        decay = torch.where(skip > 0, 1.0, decay)
     for _, gradient, buffer in triples:
         assert gradient is not None
+        if skip is not None:
+            gradient = torch.where(skip > 0, buffer, gradient)  # a buffer that goes to where it is stays
         buffer.lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
         # Gathered and in bf16 one by one, so that no second fp32 copy of the whole batch exists.
@@ -454,7 +463,9 @@ def _muon_update(triples: list[Triple], group: dict[str, Any]) -> None:
     directions = orthogonalise(updates, group["ns_steps"])
     for (parameter, _, _), direction in zip(triples, directions, strict=True):
         scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))  # the RMS of AdamW's updates, for any shape
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        if skip is not None:
+            direction = torch.where(skip > 0, 0.0, direction)
+        parameter.mul_(decay)
         parameter.add_(_sharded_like(parameter, direction), alpha=-group["lr"] * scale)
 
 
