@@ -4,6 +4,7 @@ import csv
 import math
 import os
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,13 @@ class EventsLogger(TensorBoardLogger):
 
     def __init__(self, folder: str | Path, resumed_step: int = 0) -> None:
         super().__init__(str(folder), name="", version="", purge_step=resumed_step + 1 if resumed_step else None)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        try:
+            super().log_metrics(metrics, step)
+        except ValueError as error:  # what Lightning makes of whatever the writer says
+            raise error.__cause__ or error from None
 
     @rank_zero_only
     def save(self) -> None:

@@ -15,7 +15,7 @@ from pretrain.recovery import intact_checkpoint, newest_intact, why_torn
 
 
 def save(file: Path, step: int, size: int = 1000) -> None:
-    checkpoint = {key: None for key in RESUMABLE} | {"global_step": step}
+    checkpoint = dict.fromkeys(RESUMABLE) | {"global_step": step}
     AtomicCheckpointIO().save_checkpoint(checkpoint | {"state_dict": {"a": torch.full((size,), float(step))}}, file)
 
 
@@ -83,7 +83,10 @@ def test_the_last_three_are_kept_under_their_steps(tmp_path):
 def test_fifty_kills_while_saving_leave_a_whole_checkpoint_each(tmp_path):
     """A process that does nothing but save, killed at any moment; the next one goes on from what it finds."""
     folder, chance, step = tmp_path / "TIME" / "checkpoints", random.Random(0), 1
-    save(folder / "last.ckpt", step)
+    save(folder / "last.ckpt", step, size=50_000)
+    started = time.perf_counter()
+    save(folder / "last.ckpt", step, size=50_000)
+    seconds = time.perf_counter() - started
     for _ in range(50):
         writer = os.fork()
         if writer == 0:
@@ -91,7 +94,7 @@ def test_fifty_kills_while_saving_leave_a_whole_checkpoint_each(tmp_path):
                 step += 1
                 save(folder / "next.ckpt", step, size=50_000)
                 shift_checkpoints(folder, keep=2)
-        time.sleep(chance.uniform(0, 0.04))
+        time.sleep(chance.uniform(0, 4 * seconds))
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
         found = newest_intact(tmp_path)
@@ -99,4 +102,4 @@ def test_fifty_kills_while_saving_leave_a_whole_checkpoint_each(tmp_path):
         assert step_of(found) >= step
         step = step_of(found)
         assert all(why_torn(path) is None for path in folder.glob("[!.]*.ckpt"))
-    assert step > 10
+    assert step > 5  # some have come to an end
