@@ -141,7 +141,7 @@ class LanguageModule(PretrainModule):
         load = self.trainer.strategy.reduce(load, reduce_op="sum")
         layers = [module for module in self.model.modules() if isinstance(module, MoE)]
         for layer, load_E in zip(layers, load, strict=True):
-            layer.update_balance_bias(load_E)
+            layer.update_balance_bias(load_E, self.skip_step)
 
     def rules(self) -> list[Rule]:
         return optimizer_rules(self.optimizer_config)

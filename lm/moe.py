@@ -289,9 +289,10 @@ class MoE(nn.Module):
         return {moa.COEFFICIENT_NAMES[slot]: labels for slot, labels in self.experts.labels.items()}
 
     @torch.no_grad()
-    def update_balance_bias(self, load_E: Tensor) -> None:
-        """Move the bias one step towards balance, given the load of a whole optimizer step."""
-        self.balance_bias.copy_(balanced_bias(self.balance_bias, load_E, self.config.bias_update_rate))
+    def update_balance_bias(self, load_E: Tensor, skip: Tensor | None = None) -> None:
+        """Move the bias one step towards balance, given the load of a whole optimizer step; not where `skip` is 1."""
+        moved = balanced_bias(self.balance_bias, load_E, self.config.bias_update_rate)
+        self.balance_bias.copy_(moved if skip is None else torch.where(skip > 0, self.balance_bias, moved))
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02, gate_std: float | None = None, coefficient: float = 0.5) -> None:

@@ -10,9 +10,12 @@ from typing import NoReturn
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 
-from pretrain.checkpoint import find_checkpoint
 from pretrain.errors import EXIT_CODE, UserError
+from pretrain.recovery import intact_checkpoint, newest_intact, say
 from pretrain.run import CONFIG
+
+AUTO = "auto"  # --resume: whatever there is
+PLACE = {"runs_dir": "runs", "name": "run"}  # the settings that say where a run lies, and their defaults
 
 
 def one_line(message: str) -> str:
@@ -54,16 +57,47 @@ def with_config(arguments: list[str], demo_config: Path) -> list[str]:
     if len(resumed) > 1:
         raise UserError(f"--resume is given {len(resumed)} times: give the one run to go on with")
     if resumed:
-        config = find_checkpoint(resumed[0]).parent.parent / CONFIG
+        arguments = _without("--resume", arguments)
+        implied = configs or [str(demo_config)]
+        found = _newest_of_name(implied, arguments) if resumed[0] == AUTO else intact_checkpoint(resumed[0])
+    if resumed and found is not None:
+        config = found.parent.parent / CONFIG
         if not config.is_file():
             raise UserError(f"{config} is missing: a run is resumed with the configuration it left")
         configs.insert(0, str(config))
-        arguments = ["--config", str(config), *arguments]
+        arguments = ["--config", str(config), *arguments, "--resume", str(found)]
     elif not configs:
         configs, arguments = [str(demo_config)], ["--config", str(demo_config), *arguments]
     for file in configs:
         check_yaml(Path(file))
     return arguments
+
+
+def _without(option: str, arguments: list[str]) -> list[str]:
+    """Return the arguments without an option and its value."""
+    kept, following = [], False
+    for argument in arguments:
+        if not following and argument != option and not argument.startswith(f"{option}="):
+            kept.append(argument)
+        following = not following and argument == option
+    return kept
+
+
+def _newest_of_name(configs: list[str], arguments: list[str]) -> Path | None:
+    """Return the newest intact checkpoint of the runs that the arguments name; None, and a word, if there is none."""
+    place = dict(PLACE)
+    for file in configs:
+        check_yaml(Path(file))
+        place |= {key: value for key, value in yaml.safe_load(Path(file).read_text()).items() if key in PLACE}
+    for argument, following in pairwise([*arguments, ""]):
+        for key in PLACE:
+            if argument == f"--{key}" or argument.startswith(f"--{key}="):
+                place[key] = following if argument == f"--{key}" else argument.split("=", 1)[1]
+    runs = Path(place["runs_dir"]) / place["name"]
+    found = newest_intact(runs)
+    if found is None:
+        say(f"nothing to resume below {runs}: a new run starts")
+    return found
 
 
 def check_yaml(file: Path) -> None:

@@ -102,7 +102,10 @@ class StepProgress(ProgressBar):
 
 
 class StopSignal(L.Callback):
-    """Ctrl-C or SIGTERM ends the run after the step at hand, with a checkpoint; a second one ends it at once."""
+    """Ctrl-C, SIGTERM or SIGUSR1 ends the run after the step at hand, with a checkpoint; a second one ends it at once.
+
+    SIGUSR1 is what SLURM sends ahead of a time limit; it counts as SIGTERM.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -112,18 +115,19 @@ class StopSignal(L.Callback):
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports of a program that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
-        return 128 + self._signal
+        """What a shell reports of a program that the signal ended: 130 for Ctrl-C, 143 for the others."""
+        return 128 + (signal.SIGTERM if self._signal == signal.SIGUSR1 else self._signal)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         try:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._previous[number] = signal.signal(number, self._on_signal)
         except ValueError:  # not in the main thread: a program around us handles its signals
             self._previous = {}
         if trainer.world_size > 1:
             # Asked over gloo, from host to host: a question to the devices would wait for all that they have queued.
-            self._hosts = torch.distributed.new_group(backend="gloo")
+            timeout = getattr(trainer.strategy, "_timeout", None)
+            self._hosts = torch.distributed.new_group(backend="gloo", timeout=timeout)
             # Lightning's own such question, before every micro-batch, is whether it has caught the signal: it has not.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
@@ -139,16 +143,18 @@ class StopSignal(L.Callback):
     ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        requested = self.requested
-        if trainer.world_size > 1:  # the ranks hear of it at different steps
-            any_requested = torch.tensor(requested, dtype=torch.int32)
-            torch.distributed.all_reduce(any_requested, torch.distributed.ReduceOp.MAX, group=self._hosts)
-            requested = bool(any_requested)
+        checkpoints = find_callback(trainer, Checkpoints)
+        requested, save = self.requested, trainer.is_global_zero and checkpoints.clock_says_save()
+        if trainer.world_size > 1:  # the ranks hear of a signal at different steps, and only one looks at the clock
+            answers = torch.tensor([requested, save], dtype=torch.int32)
+            torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MAX, group=self._hosts)
+            requested, save = map(bool, answers.tolist())
+        checkpoints.time_is_up |= save
         if requested:
             self.requested = True
             trainer.should_stop = True
             if not is_validated_next(trainer, batch_idx):  # else the step is saved after its validation, as always
-                find_callback(trainer, Checkpoints).save_last(trainer)
+                checkpoints.save_last(trainer)
                 trainer.limit_val_batches = 0  # no other validation on the way out
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

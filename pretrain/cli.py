@@ -15,23 +15,21 @@ from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from pretrain.arguments import OneLineParser, one_line, with_config
+from pretrain.arguments import PLACE, OneLineParser, one_line, with_config
 from pretrain.callbacks import GateStatistics, StepProgress, StopSignal, find_callback
-from pretrain.checkpoint import (
-    AtomicCheckpointIO,
-    Checkpoints,
-    find_checkpoint,
-    read_checkpoint,
-)
+from pretrain.checkpoint import AtomicCheckpointIO, find_checkpoint, read_checkpoint
 from pretrain.data import PretrainData
 from pretrain.errors import UserError
 from pretrain.metrics import CsvLogger, EventsLogger, StepMetrics
 from pretrain.module import PretrainModule
 from pretrain.plan import apply_plan
+from pretrain.policy import add_policy_arguments, check_policy, checkpoints, ends_in_one_line, policy_callbacks
 from pretrain.preflight import check_run
 from pretrain.run import METRICS, RunRecord, claimed, new_run_folder
+from pretrain.watchdog import set_collective_timeout
 
 TRAINER_DEFAULTS = {
     "log_every_n_steps": 10,
@@ -72,13 +70,16 @@ class PretrainCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--name", type=str, default="run", help="The run's name: it goes to runs_dir/name/TIME.")
-        parser.add_argument("--runs_dir", type=str, default="runs", help="Where the folders of runs lie.")
+        parser.add_argument(
+            "--name", type=str, default=PLACE["name"], help="The run's name: it goes to runs_dir/name/TIME."
+        )
+        parser.add_argument("--runs_dir", type=str, default=PLACE["runs_dir"], help="Where the folders of runs lie.")
         parser.add_argument(
             "--resume",
             type=str | None,
             default=None,
-            help="Folder of a run (or one of its checkpoints) to continue exactly, with its own configuration.",
+            help="Folder of a run (or one of its checkpoints) to continue exactly, with its own configuration. "
+            "auto: the newest intact checkpoint of the runs of this name, or a new run if there is none.",
         )
         parser.add_argument(
             "--init_from",
@@ -87,9 +88,7 @@ class PretrainCLI(LightningCLI):
             help="Folder of a run, or a checkpoint, whose weights a new run starts from (nothing else is taken)."
             + self.model_class.foreign_help,  # type: ignore[union-attr]
         )
-        parser.add_argument(
-            "--checkpoint_every_n_steps", type=int, default=1000, help="Optimizer steps between two last.ckpt."
-        )
+        add_policy_arguments(parser)
         for name, explanation in self.model_class.cli_links().items():  # type: ignore[union-attr]
             parser.add_argument(f"--{name}", type=float | None, default=None, help=explanation)
             parser.link_arguments(name, f"model.{name}")
@@ -101,8 +100,7 @@ class PretrainCLI(LightningCLI):
         self.config = parser.parse_args(args)
 
     def before_instantiate_classes(self) -> None:
-        if self.config.checkpoint_every_n_steps < 1:
-            raise UserError("checkpoint_every_n_steps has to be at least 1")
+        check_policy(self.config)
         if not self.config.name or Path(self.config.name).name != self.config.name:
             raise UserError(f"name {self.config.name!r} has to be the name of one folder")
         self.checkpoint = find_checkpoint(self.config.resume) if self.config.resume is not None else None
@@ -132,22 +130,28 @@ class PretrainCLI(LightningCLI):
         bars = [StepProgress()] if wants_bar and not any(isinstance(callback, ProgressBar) for callback in user) else []
         logger = chosen.get("logger")
         plugins = chosen.get("plugins") or []
-        return super().instantiate_trainer(
+        trainer = super().instantiate_trainer(
             plugins=[AtomicCheckpointIO(), *(plugins if isinstance(plugins, list) else [plugins])],
             callbacks=[*user, *bars, *self._callbacks()],
             logger=logger if logger is False else self._loggers(logger, resumed_step),
             **kwargs,
         )
+        set_collective_timeout(trainer.strategy, self.config.hang_timeout_minutes)
+        environment = trainer._accelerator_connector.cluster_environment
+        if isinstance(environment, SLURMEnvironment):
+            environment.auto_requeue = False  # Lightning's own answer to SIGUSR1 saves elsewhere and requeues itself
+        return trainer
 
     def _callbacks(self) -> list[Callback]:
         """The services of every run; the checkpoints come last, so that they hold what the others have done."""
         return [
             StepMetrics(),
+            *policy_callbacks(self.folder, self.config),
             GateStatistics(),
             *self.model.callbacks(),
             RunRecord(self.folder, self.config_text()),
             StopSignal(),
-            Checkpoints(self.folder / "checkpoints", self.config.checkpoint_every_n_steps),
+            checkpoints(self.folder, self.config),
         ]
 
     def _loggers(self, chosen: Any, resumed_step: int) -> list[Logger]:
@@ -221,7 +225,8 @@ def fit(
             print(module.description(data), flush=True)
             print(f"run folder {cli.folder}", flush=True)
         try:
-            trainer.fit(module, datamodule=data, ckpt_path=cli.checkpoint, weights_only=True)
+            with ends_in_one_line(cli.folder):
+                trainer.fit(module, datamodule=data, ckpt_path=cli.checkpoint, weights_only=True)
         except MisconfigurationException as error:
             raise UserError(str(error)) from error
         except SystemExit:  # Lightning's answer to a second Ctrl-C

@@ -4,6 +4,8 @@ import csv
 import math
 import os
 import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,20 @@ class EventsLogger(TensorBoardLogger):
         super().__init__(str(folder), name="", version="", purge_step=resumed_step + 1 if resumed_step else None)
 
     @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        try:
+            super().log_metrics(metrics, step)
+        except ValueError as error:  # what Lightning makes of whatever the writer says
+            raise error.__cause__ or error from None
+
+    @rank_zero_only
     def save(self) -> None:
         self.experiment.flush()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        with _quiet_after_a_failure(status):
+            super().finalize(status)
 
 
 class CsvLogger(Logger):
@@ -92,7 +106,8 @@ class CsvLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        self.save()
+        with _quiet_after_a_failure(status):
+            self.save()
 
     def _earlier_rows(self) -> list[dict[str, Any]]:
         if not self.file.exists():
@@ -113,8 +128,13 @@ class CsvLogger(Logger):
         os.replace(unfinished, self.file)
 
 
+def _quiet_after_a_failure(status: str) -> AbstractContextManager:
+    """After a failure, such as a full disk, it is that which is to be told, and not that the disk is full still."""
+    return suppress(OSError) if status == "failed" else nullcontext()
+
+
 class DivergedError(UserError):
-    """The loss is not finite any more."""
+    """Loss, gradients or weights are not finite any more."""
 
 
 def check_finite(what: str, loss: float, trainer: L.Trainer) -> None:
@@ -137,7 +157,6 @@ class StepMetrics(L.Callback):
         self.latest: dict[str, float] = {}
         self.seconds = 0.0  # spent in training steps, up to the last logged step
         self.steps = 0  # taken in that time
-        self.step_loss: torch.Tensor | float = 0.0  # of the last complete step, this rank's part, a sum
         self._loss_sum: torch.Tensor | float = 0.0
         self._grad_norm: torch.Tensor | float = 0.0
         self._lr = 0.0
@@ -154,7 +173,7 @@ class StepMetrics(L.Callback):
             self._paused += time.perf_counter() - self._pause_start
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        if self._is_due(trainer, trainer.global_step + 1):
+        if self.is_due(trainer, trainer.global_step + 1):
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
             self._grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # over all shards
@@ -165,8 +184,7 @@ class StepMetrics(L.Callback):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         loss_sum, self._loss_sum = self._loss_sum, 0.0
-        self.step_loss = loss_sum
-        if not self._is_due(trainer, trainer.global_step):
+        if not self.is_due(trainer, trainer.global_step):
             return
         loss_sum = trainer.strategy.reduce(loss_sum, reduce_op="sum")
         self.latest = {
@@ -176,9 +194,10 @@ class StepMetrics(L.Callback):
             **self._throughput(trainer, pl_module),
         }
         log_metrics(trainer, self.latest)
-        check_finite("the loss", self.latest["train/loss"], trainer)
 
-    def _is_due(self, trainer: L.Trainer, step: int) -> bool:
+    @staticmethod
+    def is_due(trainer: L.Trainer, step: int) -> bool:
+        """Return whether a step is logged."""
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector of Lightning's
         return step % every == 0 or step == trainer.max_steps
 

@@ -67,6 +67,8 @@ class PretrainModule(L.LightningModule):
         # The complete configuration as plain data, saved in every checkpoint; set by the command line.
         self.run_config: dict[str, Any] | None = None
         self.optimizer_table: list[dict[str, Any]] = []
+        # Set before each optimizer step: 1 where it is left out, else 0, a scalar on the device; see pretrain.faults.
+        self.skip_step: torch.Tensor | None = None
 
     # What a domain provides.
 

@@ -8,10 +8,11 @@ from pretrain.checkpoint import check_same_architecture, find_checkpoint, read_c
 from pretrain.errors import UserError
 from pretrain.loader import check_same_data
 from pretrain.module import PretrainModule
+from pretrain.policy import SETTINGS
 from pretrain.strategy import check_strategy
 
 # Besides what model and data name in `may_change_on_resume`.
-MAY_CHANGE_ON_RESUME = ("trainer.", "checkpoint_every_n_steps", "resume", "tokens_per_parameter")
+MAY_CHANGE_ON_RESUME = ("trainer.", "resume", "tokens_per_parameter", *SETTINGS)
 
 
 def check_run(cli: Any) -> None:

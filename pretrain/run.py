@@ -9,7 +9,7 @@ import resource
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +22,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from pretrain.callbacks import StopSignal, find_callback
 from pretrain.checkpoint import Checkpoints
 from pretrain.errors import UserError
+from pretrain.faults import StepGuard
 from pretrain.metrics import DivergedError, StepMetrics
 
 CONFIG = "config.yaml"
@@ -179,9 +180,9 @@ class RunRecord(L.Callback):
         if not hasattr(self, "_started"):  # nothing was trained, so there is no run to describe
             return
         interrupted, diverged = isinstance(exception, KeyboardInterrupt), isinstance(exception, DivergedError)
-        self._write(
-            trainer, pl_module, "interrupted" if interrupted else "diverged" if diverged else "failed", exception
-        )
+        state = "interrupted" if interrupted else "diverged" if diverged else "failed"
+        with suppress(OSError):  # on a full disk it is the exception that is to be told
+            self._write(trainer, pl_module, state, exception)
 
     @rank_zero_only
     def _write(self, trainer: L.Trainer, pl_module: Any, state: str, exception: BaseException | None = None) -> None:
@@ -204,6 +205,7 @@ class RunRecord(L.Callback):
             f"{pl_module.unit}_seen": samples_consumed(trainer) * plan.units_per_sample,
             "final": {**self._final, **{k: v for k, v in steps.latest.items() if k.startswith("train/")}},
             "best": self._best,
+            "skipped_steps": find_callback(trainer, StepGuard).skipped_steps,
             "parameters": pl_module.parameter_counts(),
             f"{pl_module.unit}_per_second": rate,
             "mfu": steps.latest.get("perf/mfu"),

@@ -83,3 +83,11 @@ class StopAt(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step - 1:
             find_callback(trainer, StopSignal).requested = True
+
+
+def whole_state(trainer: L.Trainer) -> dict[str, torch.Tensor]:
+    """Return copies of all that an optimizer step may change on this rank: weights, buffers, optimizer state."""
+    state = {name: value.detach().clone() for name, value in trainer.lightning_module.state_dict().items()}
+    for number, slots in enumerate(trainer.optimizers[0].state.values()):
+        state |= {f"optimizer.{number}.{name}": torch.as_tensor(value).clone() for name, value in slots.items()}
+    return state

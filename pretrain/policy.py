@@ -1,0 +1,112 @@
+"""The settings that keep a run alive: when it saves, what it puts up with, how its end is told."""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningArgumentParser
+from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
+
+from pretrain.checkpoint import LAST, Checkpoints
+from pretrain.errors import UserError
+from pretrain.faults import LossSpikes, StepGuard
+from pretrain.metrics import DivergedError
+from pretrain.watchdog import HangWatch
+
+# name: (type, default, smallest value or None where it has to be above 0, help). A resumed run may change them all.
+SETTINGS: dict[str, tuple[Any, Any, float | None, str]] = {
+    "checkpoint_every_n_steps": (int | None, 1000, 1, "Optimizer steps between two last.ckpt; null: no such interval."),
+    "checkpoint_every_n_minutes": (float | None, None, None, "Minutes between two last.ckpt; null: no such interval."),
+    "keep_last_checkpoints": (int, 1, 1, "How many of the last checkpoints are kept: last.ckpt, earlier step_N.ckpt."),
+    "max_skipped_steps": (
+        int,
+        10,
+        0,
+        "Steps in a row that are left out because loss or gradient is not finite; one more ends the run.",
+    ),
+    "loss_spike_deviations": (
+        float | None,
+        6.0,
+        None,
+        "A logged loss so many robust standard deviations above the last 50 is written to faults.jsonl; null: none is.",
+    ),
+    "hang_timeout_minutes": (
+        float | None,
+        30.0,
+        None,
+        "Without progress for so long, a run on several devices ends and names the rank that hangs; null: it waits.",
+    ),
+}
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def add_policy_arguments(parser: LightningArgumentParser) -> None:
+    """Add the settings to the command line."""
+    for name, (kind, default, _, explanation) in SETTINGS.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=explanation)
+
+
+def check_policy(config: Any) -> None:
+    """Raise a UserError for a setting out of range."""
+    for name, (_, _, smallest, _) in SETTINGS.items():
+        value = config[name]
+        if value is None:
+            continue
+        if smallest is not None and value < smallest:
+            raise UserError(f"{name} is {value}: it has to be at least {smallest:g}")
+        if smallest is None and not value > 0:
+            raise UserError(f"{name} is {value}: it has to be above 0, or null")
+
+
+def policy_callbacks(folder: Path, config: Any) -> list[Callback]:
+    """Return the callbacks that look for faults."""
+    return [
+        StepGuard(folder, config.max_skipped_steps),
+        LossSpikes(folder, config.loss_spike_deviations),
+        HangWatch(config.hang_timeout_minutes),
+    ]
+
+
+def checkpoints(folder: Path, config: Any) -> Checkpoints:
+    """Return the callback that saves."""
+    return Checkpoints(
+        folder / "checkpoints",
+        config.checkpoint_every_n_steps,
+        config.checkpoint_every_n_minutes,
+        config.keep_last_checkpoints,
+    )
+
+
+@contextmanager
+def ends_in_one_line(folder: Path) -> Iterator[None]:
+    """Tell of a full disk as of a mistake of the user's, and after any end of this kind where to go on from."""
+    hook = threading.excepthook
+    threading.excepthook = _without_writers
+    try:
+        yield
+    except DivergedError as error:
+        raise DivergedError(f"{error}; {last_good(folder)}") from error
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        reason = os.strerror(error.errno or 0)
+        raise UserError(f"{folder} cannot be written ({reason}): make room; {last_good(folder)}") from error
+    finally:
+        threading.excepthook = hook
+
+
+def last_good(folder: Path) -> str:
+    """Say where a run that has ended can be gone on from."""
+    last = folder / "checkpoints" / LAST
+    return f"the last checkpoint is {last}" if last.exists() else "there is no checkpoint yet"
+
+
+def _without_writers(failed: threading.ExceptHookArgs) -> None:
+    """Keep the thread of the TensorBoard writer silent: its exception is raised in the main thread as well."""
+    if not isinstance(failed.thread, _AsyncWriterThread):
+        threading.__excepthook__(failed)

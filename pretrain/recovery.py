@@ -1,0 +1,97 @@
+"""Which checkpoint of a run to go on from: the newest one that is whole."""
+
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning.pytorch.utilities import rank_zero_only
+
+from pretrain.atomic import settled
+from pretrain.checkpoint import BEST, LAST, NEXT, find_checkpoint, read_checkpoint
+from pretrain.errors import UserError
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """Return the checkpoints of a run folder, files or folders, the one that was written last first."""
+    folder = run / "checkpoints"
+    found = {*folder.glob("[!.]*.ckpt"), *(settled(folder / name) for name in (LAST, NEXT, BEST))}
+    there = [path for path in found if path.exists()]
+    return sorted(there, key=lambda path: (-path.stat().st_mtime_ns, path.name))
+
+
+def why_torn(checkpoint: Path) -> str | None:
+    """Return what is wrong with a checkpoint that a run could not go on from, in one line; None: it is whole.
+
+    Every byte of a file is read, once in the life of a job, as the resume itself does next: torch stores a checksum
+    (CRC-32) of each tensor, which covers holes and flipped bits, not only a file cut short, and needs no record beside
+    the file that could be lost or be older than it. Of a folder of shards, every part has to be there at full length.
+    """
+    try:
+        read_checkpoint(checkpoint, resumable=True, lazy=True)
+        if checkpoint.is_file():
+            with zipfile.ZipFile(checkpoint) as archive:
+                broken = archive.testzip()
+            if broken is not None:
+                return f"{checkpoint} is damaged: the checksum of its part {broken} is wrong"
+    except UserError as error:
+        return str(error)
+    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        return f"{checkpoint} cannot be read ({error})"
+    return None
+
+
+def intact_checkpoint(run_or_file: str | Path) -> Path:
+    """Return the checkpoint that `--resume RUN` goes on from: the last one, or the newest intact one in its place.
+
+    Raises:
+        UserError: there is none, or the checkpoint that was named is torn.
+    """
+    chosen = find_checkpoint(run_or_file)
+    torn = why_torn(chosen)
+    if torn is None:
+        return chosen
+    if chosen == Path(run_or_file).expanduser():
+        raise UserError(f"{torn}; --resume RUN takes the newest intact checkpoint of a run")
+    _warn(torn)
+    others = [path for path in checkpoints_of(chosen.parent.parent) if path != chosen]
+    found = next(_intact(others), None)
+    if found is None:
+        raise UserError(f"{chosen.parent} holds no intact checkpoint: start anew")
+    return _told(found)
+
+
+def newest_intact(runs: Path) -> Path | None:
+    """Return the newest intact checkpoint of the newest run below `runs` that has one; None: there is none.
+
+    The checkpoints that are passed over are named, one line each.
+    """
+    folders = [path.parent for path in runs.glob("*/checkpoints") if checkpoints_of(path.parent)]
+    folders.sort(key=lambda folder: checkpoints_of(folder)[0].stat().st_mtime_ns, reverse=True)
+    found = next(_intact([path for folder in folders for path in checkpoints_of(folder)]), None)
+    return None if found is None else _told(found)
+
+
+def _intact(checkpoints: list[Path]) -> Iterator[Path]:
+    for checkpoint in checkpoints:
+        torn = why_torn(checkpoint)
+        if torn is None:
+            yield checkpoint
+        else:
+            _warn(torn)
+
+
+@rank_zero_only
+def _warn(torn: str) -> None:
+    print(f"warning: passed over: {torn}", file=sys.stderr)
+
+
+def _told(checkpoint: Path) -> Path:
+    say(f"going on from {checkpoint}")
+    return checkpoint
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    """Tell the user, once however many ranks there are."""
+    print(text, flush=True)
