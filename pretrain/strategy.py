@@ -29,9 +29,7 @@ class ShardedStrategy(ModelParallelStrategy):
         timeout: how long a rank waits for the others before it ends the job.
     """
 
-    def __init__(
-        self, replicas: int | Literal["nodes"] = 1, timeout: timedelta | None = default_pg_timeout
-    ) -> None:
+    def __init__(self, replicas: int | Literal["nodes"] = 1, timeout: timedelta | None = default_pg_timeout) -> None:
         super().__init__(timeout=timeout)
         self.replicas = replicas
         self.shard_mesh: Any = None
