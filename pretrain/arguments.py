@@ -56,18 +56,22 @@ def with_config(arguments: list[str], demo_config: Path) -> list[str]:
     resumed, configs = values_of("--resume"), values_of("--config", "-c")
     if len(resumed) > 1:
         raise UserError(f"--resume is given {len(resumed)} times: give the one run to go on with")
-    if resumed:
-        arguments = _without("--resume", arguments)
-        implied = configs or [str(demo_config)]
-        found = _newest_of_name(implied, arguments) if resumed[0] == AUTO else intact_checkpoint(resumed[0])
-    if resumed and found is not None:
+    arguments = _without("--resume", arguments)
+    if resumed and resumed[0] != AUTO:
+        found: Path | None = intact_checkpoint(resumed[0])
+        assert found is not None
         config = found.parent.parent / CONFIG
         if not config.is_file():
             raise UserError(f"{config} is missing: a run is resumed with the configuration it left")
         configs.insert(0, str(config))
-        arguments = ["--config", str(config), *arguments, "--resume", str(found)]
-    elif not configs:
-        configs, arguments = [str(demo_config)], ["--config", str(demo_config), *arguments]
+        arguments = ["--config", str(config), *arguments]
+    else:
+        if not configs:
+            configs, arguments = [str(demo_config)], ["--config", str(demo_config), *arguments]
+        # The command line that has started the run says it all, lists that are added to (+=) included.
+        found = _newest_of_name(configs, arguments) if resumed else None
+    if found is not None:
+        arguments = [*arguments, "--resume", str(found)]
     for file in configs:
         check_yaml(Path(file))
     return arguments

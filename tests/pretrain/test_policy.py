@@ -1,5 +1,6 @@
 """Settings that keep a run alive, one by one."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ def test_a_spike_is_far_above_what_came_before():
 
 def told(losses: list[float | None], deviations: float | None = 6.0) -> list[int]:
     """Return at which of these logged losses a spike is written down."""
-    metrics, spikes, written = StepMetrics(), LossSpikes(None, deviations), []
+    metrics, spikes, written = StepMetrics(), LossSpikes(Path(), deviations), []
     spikes._log = SimpleNamespace(add=lambda trainer, kind, record, *_, **__: written.append(record.step))
     loader = SimpleNamespace(samples_consumed=0, global_batch_size=0)
     trainer = SimpleNamespace(
@@ -48,14 +49,14 @@ def test_the_time_out_of_collectives_is_the_later_one(minutes, expected):
 
 def test_lightning_does_not_requeue_by_itself(tmp_path, monkeypatch):
     from lm.fit import DATA_CLASS, MODULE_CLASS
-    from pretrain.cli import PretrainCLI
+    from pretrain.cli import PretrainCLI, config_folder
     from tests.lm.runs import arguments
 
     for name, value in {"NTASKS": 1, "JOB_ID": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_NAME": "train"}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     assert SLURMEnvironment.detect()
     assert Trainer(logger=False, accelerator="cpu")._accelerator_connector.cluster_environment.auto_requeue
-    line = arguments(tmp_path)
+    line = ["--config", str(config_folder() / "lm_tiny.yaml"), *arguments(tmp_path)]
     cli = PretrainCLI(MODULE_CLASS, DATA_CLASS, prog="fit", description="", args=line)
     environment = cli.trainer._accelerator_connector.cluster_environment
     assert isinstance(environment, SLURMEnvironment)
