@@ -157,4 +157,3 @@ def gathered(root: nn.Module, module: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-

@@ -1,4 +1,4 @@
-"""FSDP2 as a Lightning strategy: `--trainer.strategy fsdp2`, or `hsdp` for a replica of the parameters on every node."""
+"""FSDP2 as a Lightning strategy: `--trainer.strategy fsdp2`, or `hsdp` for one replica of the parameters per node."""
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -29,9 +29,7 @@ class ShardedStrategy(ModelParallelStrategy):
         timeout: how long a rank waits for the others before it ends the job.
     """
 
-    def __init__(
-        self, replicas: int | Literal["nodes"] = 1, timeout: timedelta | None = default_pg_timeout
-    ) -> None:
+    def __init__(self, replicas: int | Literal["nodes"] = 1, timeout: timedelta | None = default_pg_timeout) -> None:
         super().__init__(timeout=timeout)
         self.replicas = replicas
         self.shard_mesh: Any = None

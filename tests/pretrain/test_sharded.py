@@ -21,6 +21,7 @@ from tests.runs import logged, run_folder
 from tests.vision_mae import runs as mae_runs
 
 CUT = {"data__micro_batch_size": 1, "trainer__val_check_interval": 20, "trainer__log_every_n_steps": 1}
+CUT |= {"checkpoint_every_n_steps": 20}
 LM = CUT | {"trainer__gradient_clip_val": 0.5, "trainer__limit_val_batches": None, "data__global_batch_size": 4}
 MOE = {"model__moe__n_experts": 3, "model__moe__top_k": 2, "model__moe__bias_update_rate": 0.01}
 MUON = {"model__optimizer__name": "muon_adamw"}
