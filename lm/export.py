@@ -35,7 +35,7 @@ def export(checkpoint: str, output: str, to: Literal["hf"] = "hf", dtype: DType 
     module, run = load_module(LanguageModule, file)
     model, tokenizer = module.model, load_tokenizer(run["data"]["tokenizer"])
     assert isinstance(model, Llama)
-    step, summary = read_checkpoint(file).get("global_step", 0), read_summary(file)
+    step, summary = read_checkpoint(file, lazy=True).get("global_step", 0), read_summary(file)
     with locked(folder), partial_folder(folder) as partial:
         _check_free(folder)
         auto_tokenizer = write_model(model, tokenizer, partial, run["data"]["sequence_length"], dtype)

@@ -10,8 +10,8 @@ from torch import nn
 from lm.callbacks import TextSamples
 from lm.data.packing import IGNORED
 from lm.expert_load import ExpertLoad
-from lm.head import Head
 from lm.foreign import PREFIX, read_foreign
+from lm.head import Head
 from lm.model import Block, Llama, LlamaConfig, flops_per_token, num_parameters
 from lm.moe import MoE, MoEConfig, Routing
 from lm.rules import optimizer_rules

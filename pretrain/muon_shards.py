@@ -6,6 +6,7 @@ which directions are computed anyway (bfloat16), so that the result is that of o
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class _Round:
         ]
         sizes = [sum(self._size(matrix, rank) for matrix in mine) for rank in self.everyone]
         back = self._exchange(slices, sizes, lambda rank: [(p, self.rank) for p in self.owned[rank]])
-        for parameter, direction in zip(sum(self.owned, []), sum(back, []), strict=True):
+        for parameter, direction in zip(chain(*self.owned), chain(*back), strict=True):
             move(parameter.to_local(), direction, settings, max(parameter.shape), skip)
 
     def _of_mine(self, rank: int) -> list[tuple[Tensor, int]]:

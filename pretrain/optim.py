@@ -30,8 +30,8 @@ BASE_LR_SAMPLES = 256  # `base_lr` is the learning rate at this effective batch 
 # anywhere in about [0.7, 1.2].
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_EPS = 1e-7
-# The iteration tolerates bfloat16 and runs faster in it, as in torch.optim.Muon. It magnifies the last bits of gradients,
-# though, so that sums in another order show: tests of how a step is cut over devices compute in float32.
+# The iteration tolerates bfloat16 and runs faster in it, as in torch.optim.Muon. But it magnifies the last bits of
+# gradients, so that sums in another order show: tests of how a step is cut over devices compute in float32.
 NEWTON_SCHULZ_TYPE = torch.bfloat16
 
 # Equal matrices are orthogonalised together up to this many elements; about five bf16 copies of a batch live at once.

@@ -1,4 +1,4 @@
-"""FSDP2 as a Lightning strategy: `--trainer.strategy fsdp2`, or `hsdp` for a replica of the parameters on every node."""
+"""FSDP2 as a Lightning strategy: `--trainer.strategy fsdp2`, or `hsdp` for one replica of the parameters per node."""
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 N_RANKS = 2
 
 
-def run_on_two_ranks(jobs: list[tuple[str, list[str]]], timeout: float = 250) -> None:
+def run_on_two_ranks(jobs: list[tuple[str, list[str]]], timeout: float = 900) -> None:
     """Call `MODULE.run(ARGUMENTS)` for each job, one after the other, on two ranks that are launched as by torchrun.
 
     Newton-Schulz computes in float32, see `pretrain.optim.NEWTON_SCHULZ_TYPE`.

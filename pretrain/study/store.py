@@ -19,7 +19,8 @@ from typing import Any
 
 import yaml
 
-from pretrain.checkpoint import LAST, read_checkpoint
+from pretrain.atomic import settled
+from pretrain.checkpoint import LAST, is_checkpoint, read_checkpoint
 from pretrain.errors import UserError
 from pretrain.run import CONFIG, LOCK, METRICS, SUMMARY, RunRecord, write_atomically
 from pretrain.study.grid import Run
@@ -96,7 +97,7 @@ class Store:
         """
         place, standing = self.place(run), self.standing(run)
         for folder in (path for path in place.iterdir() if path.is_dir()):
-            if folder != standing.folder or not (folder / "checkpoints" / LAST).is_file():
+            if folder != standing.folder or not is_checkpoint(settled(folder / "checkpoints" / LAST)):
                 shutil.rmtree(folder)
         if standing.folder is not None and standing.folder.is_dir():
             return ["--resume", str(standing.folder)]
@@ -160,11 +161,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _completed(folder: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
     """Return the summary of a run whose last checkpoint is of its last step; None if it has steps to go."""
-    last = folder / "checkpoints" / LAST
-    if not last.is_file():
+    last = settled(folder / "checkpoints" / LAST)
+    if not is_checkpoint(last):
         return None
     try:
-        checkpoint = read_checkpoint(last, resumable=True)
+        checkpoint = read_checkpoint(last, resumable=True, lazy=True)
     except UserError:  # the run itself will say what is wrong with it
         return None
     record = checkpoint["callbacks"].get(RunRecord.__qualname__, {})
