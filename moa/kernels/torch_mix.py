@@ -16,7 +16,7 @@ Shapes: N tokens, D channels, m activations, R mixing weights of a token: m, or 
 import math
 import types
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ Gradients = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 # Bytes of a block of rows, for each thread: small enough that the few blocks at work at a time stay in its cache.
 BLOCK_BYTES = 2**18
+
+# The same where the compiled loop writes over its input: inductor then goes by way of a temporary, which stays in cache.
+IN_PLACE_BLOCK_BYTES = 2**21
 
 # Makes inductor write everything in one loop over y, z and g. Left to itself it stores what several outputs share, and
 # splits the work into several passes through memory.
@@ -57,7 +60,7 @@ def forward(
     if compiled and y.numel():
         return compiled_rows(forward_rows, form, tuple(names))(y, z, every_token(pi, y), every_token(rho, y))
     h = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    for rows in blocks(y):
+    for rows in blocks(y, BLOCK_BYTES):
         h[rows] = forward_rows(form, tuple(names), y[rows], *of_rows(rows, z, pi, rho))
     return h
 
@@ -71,31 +74,41 @@ def backward(
     rho: Tensor | None,
     names: Sequence[str],
     compiled: bool = False,
+    in_place: bool = False,
 ) -> Gradients:
-    """The gradients of y, z, pi and rho, each of the shape and type of its tensor; arguments as in `forward`."""
-    if compiled and y.numel():
+    """The gradients of y, z, pi and rho, each of the shape and type of its tensor.
+
+    Args:
+        in_place: writes the gradient of y over g, which is of the type of y and no view that repeats an entry.
+        the others: as in `forward`.
+    """
+    compiled = compiled and y.numel() > 0
+    if compiled and not in_place:
         gates = every_token(pi, y), every_token(rho, y)
         grad_y, grad_z, sums_pi, sums_rho = compiled_rows(backward_rows, form, tuple(names))(g, y, z, *gates)
     else:
-        grad_y = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-        grad_z = None if z is None else torch.empty_like(grad_y)
+        grad_y = g if in_place else torch.empty(y.shape, dtype=y.dtype, device=y.device)
+        grad_z = None if z is None else torch.empty(y.shape, dtype=y.dtype, device=y.device)
         sums_pi, sums_rho = (None if w is None else widened(y.new_empty(len(y), w.shape[-1])) for w in (pi, rho))
-        for rows in blocks(y):
-            block = backward_rows(form, tuple(names), g[rows], y[rows], *of_rows(rows, z, pi, rho))
-            for whole, part in zip((grad_y, grad_z, sums_pi, sums_rho), block, strict=True):
-                if whole is not None:
-                    whole[rows] = part
+        write = compiled_rows(write_rows, form, tuple(names)) if compiled else partial(write_rows, form, tuple(names))
+        gates = (every_token(pi, y), every_token(rho, y)) if compiled else (pi, rho)
+        for rows in blocks(y, IN_PLACE_BLOCK_BYTES if compiled else BLOCK_BYTES):
+            whole = (grad_y, grad_z, sums_pi, sums_rho)
+            parts = [None if t is None else t[rows] for t in whole]
+            write(parts, g[rows], y[rows], *of_rows(rows, z, *gates))
     return grad_y, grad_z, over_tokens(sums_pi, pi), None if rho is None else over_tokens(sums_rho, rho)
 
 
-def blocks(y: Tensor) -> Iterator[slice]:
-    """Cuts the rows of y into blocks that stay in cache; at least one, also of no rows."""
-    block = len(y)
+def blocks(y: Tensor, bytes_of_thread: int) -> Iterator[slice]:
+    """Cuts the rows of y into blocks that stay in cache, of equal length if it can be; at least one, also of no rows."""
+    count = 1
     if y.device.type == "cpu":
         keep_freed_memory()
         row_bytes = 4 * max(1, y.shape[1])
-        block = max(1, torch.get_num_threads() * BLOCK_BYTES // row_bytes)
-    for start in range(0, max(1, len(y)), max(1, block)):
+        block = max(1, torch.get_num_threads() * bytes_of_thread // row_bytes)
+        count = max(1, math.ceil(len(y) / block))
+    block = max(1, math.ceil(len(y) / count))
+    for start in range(0, max(1, len(y)), block):
         yield slice(start, start + block)
 
 
@@ -156,6 +169,22 @@ def backward_rows(
     at_y, at_z = Point(y, True), None if z is None else Point(z, True)
     grad_y, grad_z, *sums = FORMS[form].backward(names, widened(g), at_y, at_z, columns(pi), columns(rho))
     return grad_y.to(y.dtype), None if grad_z is None else grad_z.to(y.dtype), *sums
+
+
+def write_rows(
+    form: str,
+    names: tuple[str, ...],
+    into: Sequence[Tensor | None],
+    g: Tensor,
+    y: Tensor,
+    z: Tensor | None,
+    pi: Tensor,
+    rho: Tensor | None,
+) -> None:
+    """Writes what `backward_rows` returns into the tensors that wait for it, of which g may be one."""
+    for place, part in zip(into, backward_rows(form, names, g, y, z, pi, rho), strict=True):
+        if place is not None:
+            place.copy_(part)
 
 
 class Point:
