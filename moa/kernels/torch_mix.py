@@ -148,7 +148,7 @@ def compiled_rows(function: Callable[..., Any], form: str, names: tuple[str, ...
         return function(form, names, *tensors)
 
     own = types.FunctionType(rows.__code__.replace(), rows.__globals__, closure=rows.__closure__)
-    return torch.compile(own, options=ONE_LOOP)
+    return torch.compile(own, options=ONE_LOOP, fullgraph=True)  # a break would pass everything through memory
 
 
 # What follows is elementwise in tokens, and small enough to be read beside the equations.
@@ -159,7 +159,9 @@ def forward_rows(
 ) -> Tensor:
     """h (N, D) of a block of tokens."""
     at_y, at_z = Point(y, False), None if z is None else Point(z, False)
-    return FORMS[form].forward(names, at_y, at_z, columns(pi), columns(rho)).to(y.dtype)
+    parts = basis(form, names)
+    gates = [in_basis(columns(weights), names, parts) for weights in (pi, rho)]
+    return FORMS[form].forward(parts, at_y, at_z, *gates).to(y.dtype)
 
 
 def backward_rows(
@@ -167,7 +169,10 @@ def backward_rows(
 ) -> tuple[Any, ...]:
     """The gradients of y and z, and the sums over channels (N, R) for pi and rho, of a block of tokens."""
     at_y, at_z = Point(y, True), None if z is None else Point(z, True)
-    grad_y, grad_z, *sums = FORMS[form].backward(names, widened(g), at_y, at_z, columns(pi), columns(rho))
+    parts = basis(form, names)
+    gates = [in_basis(columns(weights), names, parts) for weights in (pi, rho)]
+    grad_y, grad_z, *sums = FORMS[form].backward(parts, widened(g), at_y, at_z, *gates)
+    sums = [None if s is None else torch.stack(out_of_basis(s, names, parts), dim=-1) for s in sums]
     return grad_y.to(y.dtype), None if grad_z is None else grad_z.to(y.dtype), *sums
 
 
@@ -185,6 +190,38 @@ def write_rows(
     for place, part in zip(into, backward_rows(form, names, g, y, z, pi, rho), strict=True):
         if place is not None:
             place.copy_(part)
+
+
+# A mixture needs no leaky ReLU of its own: it is a sum of others.
+LEAKY_RELU = {"id": 0.01, "relu": 0.99}
+
+
+def basis(form: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The functions that span a dictionary; the quadratic form would have more pairs of them than of the names."""
+    if form == "quadratic" or "leaky_relu" not in names:
+        return names
+    others = [name for name in names if name != "leaky_relu"]
+    return (*others, *[part for part in LEAKY_RELU if part not in others])
+
+
+def in_basis(weights: list[Tensor], names: tuple[str, ...], parts: tuple[str, ...]) -> list[Tensor]:
+    """The weights of a basis from those of the names."""
+    if parts == names or not weights:
+        return weights
+    of = dict(zip(names, weights, strict=True))
+    leaky = of.pop("leaky_relu")
+    for part, share in LEAKY_RELU.items():
+        of[part] = of[part] + share * leaky if part in of else share * leaky
+    return [of[part] for part in parts]
+
+
+def out_of_basis(sums: list[Tensor], names: tuple[str, ...], parts: tuple[str, ...]) -> list[Tensor]:
+    """The gradients of the names' weights from those of a basis: what `in_basis` does, backwards."""
+    if parts == names:
+        return sums
+    of = dict(zip(parts, sums, strict=True))
+    of["leaky_relu"] = LEAKY_RELU["id"] * of["id"] + LEAKY_RELU["relu"] * of["relu"]
+    return [of[name] for name in names]
 
 
 class Point:
@@ -209,6 +246,9 @@ class Point:
         return self._known[name]
 
 
+LOG_DENSITY_AT_0 = -math.log(math.sqrt(2 * math.pi))  # of the standard normal distribution, whose integral is Phi
+
+# The fewest passes through a block: a number that is the first argument of `add` or `addcmul` saves one.
 VALUES: dict[str, Callable[[Point], Tensor]] = {
     "id": lambda at: at.t,
     "gelu": lambda at: F.gelu(at.t),
@@ -222,17 +262,17 @@ VALUES_WITH_SLOPES: dict[str, Callable[[Point], Tensor]] = VALUES | {
     "gelu": lambda at: at.t * at["Phi"],
     "silu": lambda at: at.t * at["sigmoid"],
     "sigmoid": lambda at: torch.sigmoid(at.t),
-    "Phi": lambda at: (at.t * math.sqrt(0.5)).erf_().mul_(0.5).add_(0.5),  # of the standard normal distribution
-    "density": lambda at: (at.t * at.t).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi)),
+    "Phi": lambda at: torch.add(at.t.new_full((), 0.5), (at.t * math.sqrt(0.5)).erf_(), alpha=0.5),
+    "density": lambda at: torch.addcmul(at.t.new_full((), LOG_DENSITY_AT_0), at.t, at.t, value=-0.5).exp_(),
     "step": lambda at: torch.sign(at["relu"]),  # faster than a comparison, which makes booleans first
 }
 SLOPES: dict[str, Callable[[Point], Any]] = {
     "id": lambda at: 1.0,
     "gelu": lambda at: torch.addcmul(at["Phi"], at.t, at["density"]),
-    "silu": lambda at: (1 - at["sigmoid"]).mul_(at.t).add_(1).mul_(at["sigmoid"]),
+    "silu": lambda at: torch.addcmul(at["sigmoid"], at["silu"], 1 - at["sigmoid"]),
     "relu2": lambda at: 2 * at["relu"],
     "leaky_relu": lambda at: (0.99 * at["step"]).add_(0.01),
-    "tanh": lambda at: (at["tanh"] * at["tanh"]).neg_().add_(1),
+    "tanh": lambda at: torch.addcmul(at.t.new_ones(()), at["tanh"], at["tanh"], value=-1),
     "relu": lambda at: at["step"],
 }
 
@@ -300,7 +340,7 @@ class Quadratic:
         grad_z = g * weighted(_partners_of_z(pi, values_y), at_z.slopes(names))
         grads = [g * value for value in values_y]
         sums = [(grads[k] * values_z[j]).sum(-1) for k, j in pairs(len(names))]
-        return grad_y, grad_z, torch.stack(sums, dim=-1), None
+        return grad_y, grad_z, sums, None
 
 
 def _partners_of_y(pi: Sequence[Tensor], values_z: Sequence[Tensor]) -> list[Tensor]:
@@ -331,9 +371,9 @@ def weighted(weights: Sequence[Any], terms: Sequence[Any]) -> Any:
     return number if total is None else total.add_(number)
 
 
-def over_channels(g: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """sum_D g sigma_k for every k, (N, R)."""
-    return torch.stack([(g * value).sum(-1) for value in values], dim=-1)
+def over_channels(g: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    """sum_D g sigma_k for every k, each (N,)."""
+    return [(g * value).sum(-1) for value in values]
 
 
 def columns(weights: Tensor | None) -> list[Tensor]:
