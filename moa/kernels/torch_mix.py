@@ -93,9 +93,10 @@ def backward(
         write = compiled_rows(write_rows, form, tuple(names)) if compiled else partial(write_rows, form, tuple(names))
         gates = (every_token(pi, y), every_token(rho, y)) if compiled else (pi, rho)
         for rows in blocks(y, IN_PLACE_BLOCK_BYTES if compiled else BLOCK_BYTES):
-            whole = (grad_y, grad_z, sums_pi, sums_rho)
-            parts = [None if t is None else t[rows] for t in whole]
-            write(parts, g[rows], y[rows], *of_rows(rows, z, *gates))
+            g_rows = g[rows]  # one view for both uses: Dynamo would not see through two
+            places = [None if t is None else t[rows] for t in (grad_z, sums_pi, sums_rho)]
+            places = [g_rows if in_place else grad_y[rows], *places]
+            write(places, g_rows, y[rows], *of_rows(rows, z, *gates))
     return grad_y, grad_z, over_tokens(sums_pi, pi), None if rho is None else over_tokens(sums_rho, rho)
 
 
