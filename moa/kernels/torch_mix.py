@@ -16,7 +16,7 @@ Shapes: N tokens, D channels, m activations, R mixing weights of a token: m, or 
 import math
 import types
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ Gradients = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 # Bytes of a block of rows, for each thread: small enough that the few blocks at work at a time stay in its cache.
 BLOCK_BYTES = 2**18
+
+# The same where the compiled loop writes over its input: inductor then goes by way of a temporary, which stays in cache.
+IN_PLACE_BLOCK_BYTES = 2**21
 
 # Makes inductor write everything in one loop over y, z and g. Left to itself it stores what several outputs share, and
 # splits the work into several passes through memory.
@@ -57,7 +60,7 @@ def forward(
     if compiled and y.numel():
         return compiled_rows(forward_rows, form, tuple(names))(y, z, every_token(pi, y), every_token(rho, y))
     h = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    for rows in blocks(y):
+    for rows in blocks(y, BLOCK_BYTES):
         h[rows] = forward_rows(form, tuple(names), y[rows], *of_rows(rows, z, pi, rho))
     return h
 
@@ -71,31 +74,42 @@ def backward(
     rho: Tensor | None,
     names: Sequence[str],
     compiled: bool = False,
+    in_place: bool = False,
 ) -> Gradients:
-    """The gradients of y, z, pi and rho, each of the shape and type of its tensor; arguments as in `forward`."""
-    if compiled and y.numel():
+    """The gradients of y, z, pi and rho, each of the shape and type of its tensor.
+
+    Args:
+        in_place: writes the gradient of y over g, which is of the type of y and no view that repeats an entry.
+        the others: as in `forward`.
+    """
+    compiled = compiled and y.numel() > 0
+    if compiled and not in_place:
         gates = every_token(pi, y), every_token(rho, y)
         grad_y, grad_z, sums_pi, sums_rho = compiled_rows(backward_rows, form, tuple(names))(g, y, z, *gates)
     else:
-        grad_y = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-        grad_z = None if z is None else torch.empty_like(grad_y)
+        grad_y = g if in_place else torch.empty(y.shape, dtype=y.dtype, device=y.device)
+        grad_z = None if z is None else torch.empty(y.shape, dtype=y.dtype, device=y.device)
         sums_pi, sums_rho = (None if w is None else widened(y.new_empty(len(y), w.shape[-1])) for w in (pi, rho))
-        for rows in blocks(y):
-            block = backward_rows(form, tuple(names), g[rows], y[rows], *of_rows(rows, z, pi, rho))
-            for whole, part in zip((grad_y, grad_z, sums_pi, sums_rho), block, strict=True):
-                if whole is not None:
-                    whole[rows] = part
+        write = compiled_rows(write_rows, form, tuple(names)) if compiled else partial(write_rows, form, tuple(names))
+        gates = (every_token(pi, y), every_token(rho, y)) if compiled else (pi, rho)
+        for rows in blocks(y, IN_PLACE_BLOCK_BYTES if compiled else BLOCK_BYTES):
+            g_rows = g[rows]  # one view for both uses: Dynamo would not see through two
+            places = [None if t is None else t[rows] for t in (grad_z, sums_pi, sums_rho)]
+            places = [g_rows if in_place else grad_y[rows], *places]
+            write(places, g_rows, y[rows], *of_rows(rows, z, *gates))
     return grad_y, grad_z, over_tokens(sums_pi, pi), None if rho is None else over_tokens(sums_rho, rho)
 
 
-def blocks(y: Tensor) -> Iterator[slice]:
-    """Cuts the rows of y into blocks that stay in cache; at least one, also of no rows."""
-    block = len(y)
+def blocks(y: Tensor, bytes_of_thread: int) -> Iterator[slice]:
+    """Cuts the rows of y into blocks that stay in cache, of equal length if it can be; at least one, also of no rows."""
+    count = 1
     if y.device.type == "cpu":
         keep_freed_memory()
         row_bytes = 4 * max(1, y.shape[1])
-        block = max(1, torch.get_num_threads() * BLOCK_BYTES // row_bytes)
-    for start in range(0, max(1, len(y)), max(1, block)):
+        block = max(1, torch.get_num_threads() * bytes_of_thread // row_bytes)
+        count = max(1, math.ceil(len(y) / block))
+    block = max(1, math.ceil(len(y) / count))
+    for start in range(0, max(1, len(y)), block):
         yield slice(start, start + block)
 
 
@@ -135,7 +149,7 @@ def compiled_rows(function: Callable[..., Any], form: str, names: tuple[str, ...
         return function(form, names, *tensors)
 
     own = types.FunctionType(rows.__code__.replace(), rows.__globals__, closure=rows.__closure__)
-    return torch.compile(own, options=ONE_LOOP)
+    return torch.compile(own, options=ONE_LOOP, fullgraph=True)  # a break would pass everything through memory
 
 
 # What follows is elementwise in tokens, and small enough to be read beside the equations.
@@ -146,7 +160,9 @@ def forward_rows(
 ) -> Tensor:
     """h (N, D) of a block of tokens."""
     at_y, at_z = Point(y, False), None if z is None else Point(z, False)
-    return FORMS[form].forward(names, at_y, at_z, columns(pi), columns(rho)).to(y.dtype)
+    parts = basis(form, names)
+    gates = [in_basis(columns(weights), names, parts) for weights in (pi, rho)]
+    return FORMS[form].forward(parts, at_y, at_z, *gates).to(y.dtype)
 
 
 def backward_rows(
@@ -154,8 +170,59 @@ def backward_rows(
 ) -> tuple[Any, ...]:
     """The gradients of y and z, and the sums over channels (N, R) for pi and rho, of a block of tokens."""
     at_y, at_z = Point(y, True), None if z is None else Point(z, True)
-    grad_y, grad_z, *sums = FORMS[form].backward(names, widened(g), at_y, at_z, columns(pi), columns(rho))
+    parts = basis(form, names)
+    gates = [in_basis(columns(weights), names, parts) for weights in (pi, rho)]
+    grad_y, grad_z, *sums = FORMS[form].backward(parts, widened(g), at_y, at_z, *gates)
+    sums = [None if s is None else torch.stack(out_of_basis(s, names, parts), dim=-1) for s in sums]
     return grad_y.to(y.dtype), None if grad_z is None else grad_z.to(y.dtype), *sums
+
+
+def write_rows(
+    form: str,
+    names: tuple[str, ...],
+    into: Sequence[Tensor | None],
+    g: Tensor,
+    y: Tensor,
+    z: Tensor | None,
+    pi: Tensor,
+    rho: Tensor | None,
+) -> None:
+    """Writes what `backward_rows` returns into the tensors that wait for it, of which g may be one."""
+    for place, part in zip(into, backward_rows(form, names, g, y, z, pi, rho), strict=True):
+        if place is not None:
+            place.copy_(part)
+
+
+# A mixture needs no leaky ReLU of its own: it is a sum of others.
+LEAKY_RELU = {"id": 0.01, "relu": 0.99}
+
+
+def basis(form: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The functions that span a dictionary; the quadratic form would have more pairs of them than of the names."""
+    if form == "quadratic" or "leaky_relu" not in names:
+        return names
+    others = [name for name in names if name != "leaky_relu"]
+    return (*others, *[part for part in LEAKY_RELU if part not in others])
+
+
+def in_basis(weights: list[Tensor], names: tuple[str, ...], parts: tuple[str, ...]) -> list[Tensor]:
+    """The weights of a basis from those of the names."""
+    if parts == names or not weights:
+        return weights
+    of = dict(zip(names, weights, strict=True))
+    leaky = of.pop("leaky_relu")
+    for part, share in LEAKY_RELU.items():
+        of[part] = of[part] + share * leaky if part in of else share * leaky
+    return [of[part] for part in parts]
+
+
+def out_of_basis(sums: list[Tensor], names: tuple[str, ...], parts: tuple[str, ...]) -> list[Tensor]:
+    """The gradients of the names' weights from those of a basis: what `in_basis` does, backwards."""
+    if parts == names:
+        return sums
+    of = dict(zip(parts, sums, strict=True))
+    of["leaky_relu"] = LEAKY_RELU["id"] * of["id"] + LEAKY_RELU["relu"] * of["relu"]
+    return [of[name] for name in names]
 
 
 class Point:
@@ -180,6 +247,9 @@ class Point:
         return self._known[name]
 
 
+LOG_DENSITY_AT_0 = -math.log(math.sqrt(2 * math.pi))  # of the standard normal distribution, whose integral is Phi
+
+# The fewest passes through a block: a number that is the first argument of `add` or `addcmul` saves one.
 VALUES: dict[str, Callable[[Point], Tensor]] = {
     "id": lambda at: at.t,
     "gelu": lambda at: F.gelu(at.t),
@@ -193,17 +263,17 @@ VALUES_WITH_SLOPES: dict[str, Callable[[Point], Tensor]] = VALUES | {
     "gelu": lambda at: at.t * at["Phi"],
     "silu": lambda at: at.t * at["sigmoid"],
     "sigmoid": lambda at: torch.sigmoid(at.t),
-    "Phi": lambda at: (at.t * math.sqrt(0.5)).erf_().mul_(0.5).add_(0.5),  # of the standard normal distribution
-    "density": lambda at: (at.t * at.t).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi)),
+    "Phi": lambda at: torch.add(at.t.new_full((), 0.5), (at.t * math.sqrt(0.5)).erf_(), alpha=0.5),
+    "density": lambda at: torch.addcmul(at.t.new_full((), LOG_DENSITY_AT_0), at.t, at.t, value=-0.5).exp_(),
     "step": lambda at: torch.sign(at["relu"]),  # faster than a comparison, which makes booleans first
 }
 SLOPES: dict[str, Callable[[Point], Any]] = {
     "id": lambda at: 1.0,
     "gelu": lambda at: torch.addcmul(at["Phi"], at.t, at["density"]),
-    "silu": lambda at: (1 - at["sigmoid"]).mul_(at.t).add_(1).mul_(at["sigmoid"]),
+    "silu": lambda at: torch.addcmul(at["sigmoid"], at["silu"], 1 - at["sigmoid"]),
     "relu2": lambda at: 2 * at["relu"],
     "leaky_relu": lambda at: (0.99 * at["step"]).add_(0.01),
-    "tanh": lambda at: (at["tanh"] * at["tanh"]).neg_().add_(1),
+    "tanh": lambda at: torch.addcmul(at.t.new_ones(()), at["tanh"], at["tanh"], value=-1),
     "relu": lambda at: at["step"],
 }
 
@@ -271,7 +341,7 @@ class Quadratic:
         grad_z = g * weighted(_partners_of_z(pi, values_y), at_z.slopes(names))
         grads = [g * value for value in values_y]
         sums = [(grads[k] * values_z[j]).sum(-1) for k, j in pairs(len(names))]
-        return grad_y, grad_z, torch.stack(sums, dim=-1), None
+        return grad_y, grad_z, sums, None
 
 
 def _partners_of_y(pi: Sequence[Tensor], values_z: Sequence[Tensor]) -> list[Tensor]:
@@ -302,9 +372,9 @@ def weighted(weights: Sequence[Any], terms: Sequence[Any]) -> Any:
     return number if total is None else total.add_(number)
 
 
-def over_channels(g: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """sum_D g sigma_k for every k, (N, R)."""
-    return torch.stack([(g * value).sum(-1) for value in values], dim=-1)
+def over_channels(g: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    """sum_D g sigma_k for every k, each (N,)."""
+    return [(g * value).sum(-1) for value in values]
 
 
 def columns(weights: Tensor | None) -> list[Tensor]:

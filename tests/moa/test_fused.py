@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import moa
@@ -131,6 +132,99 @@ def test_the_operation_keeps_the_rules_of_torch_library(form):
     torch.library.opcheck(torch.ops.moa.mix.default, (*inputs, form, " ".join(names), "torch"))
 
 
+@pytest.mark.parametrize("form", FUNCTIONS)
+@pytest.mark.parametrize("implementation", ["torch", "inductor"])
+def test_the_gradient_of_y_may_be_written_over_the_incoming_one(form, implementation, monkeypatch):
+    monkeypatch.setattr(torch_mix, "IN_PLACE_BLOCK_BYTES", 3 * 4 * 17 // torch.get_num_threads())
+    names = ("id", "leaky_relu", "tanh") if implementation == "inductor" else moa.default_activations(DEFAULTS[form])
+    for dtype, constants in ((torch.float32, False), (torch.bfloat16, True)):
+        y, z, pi, rho = make_inputs(form, names, dtype, tokens=(8,), constants=constants)  # blocks of 3, 3 and 2
+        g = torch.randn(8, 17).to(dtype)
+        constant = (form, " ".join(names))
+        expected = torch.ops.moa.mix_backward(g, y, z, pi, rho, *constant, "torch")
+        kept = [None if t is None else t.clone() for t in (y, z, pi, rho)]
+        rest = torch.ops.moa.mix_backward_(g, y, z, pi, rho, *constant, implementation)
+        compare(expected, (g, *rest), TOLERANCE[dtype])
+        for before, after in zip(kept, (y, z, pi, rho), strict=True):
+            assert before is after is None or torch.equal(before, after)
+    if implementation == "torch":
+        torch.library.opcheck(torch.ops.moa.mix_backward_.default, (g, y, z, pi, rho, *constant, implementation))
+
+
+def hooked(h):
+    if not torch.compiler.is_compiling():
+        h.retain_grad()
+        h.register_hook(lambda gradient: 2 * gradient)
+    return h.sin()
+
+
+USES = {
+    "returned": lambda h, w: h,
+    "once": lambda h, w: h @ w,
+    "summed": lambda h, w: h.sum(),
+    "twice": lambda h, w: (h + h) @ w + h,
+    "beside another reader of its gradient": lambda h, w: (h + w.sum(0)) @ w,
+    "beside one of all its gradient": lambda h, w: h + h.detach() * w.sum(0),
+    "transposed": lambda h, w: (w @ h.mT).mT,
+    "hooked": lambda h, w: hooked(h) @ w,
+    "cut": lambda h, w: h[:, ::2].square(),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_no_tensor_of_a_user_is_written_over(use, compiled):
+    names = ("id", "tanh")
+    inputs = make_inputs("one_sided", names, torch.float64, tokens=(6,), channels=8)
+    w, more = torch.randn(2, 8, 8, dtype=torch.float64).unbind()
+
+    def step(function, y, z, pi):
+        x = y + more[:6]  # another one who waits for a gradient of the mixture's shape
+        h = function(y, z, pi, None)
+        return USES[use](h, w) + (x if use != "cut" else 0)
+
+    def checked(step):
+        leaves = [t.clone().requires_grad_() for t in inputs[:3]]
+        out = step(*leaves)
+        upstream = torch.cos(torch.arange(out.numel(), dtype=out.dtype)).view_as(out)
+        held = [t.detach().clone() for t in (upstream, *leaves)]
+        gradients = torch.autograd.grad(out, leaves, upstream)
+        for before, after in zip(held, (upstream, *leaves), strict=True):
+            assert torch.equal(before, after)
+        return out, *gradients
+
+    expected = checked(functools.partial(step, reference_of("one_sided", names)))
+    fused_step = functools.partial(step, fused_of("one_sided", names, "inductor"))
+    found = checked(torch.compile(fused_step) if compiled else fused_step)
+    torch.compiler.reset()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_compiled_a_layer_needs_no_more_fresh_memory_to_go_back_than_swiglu():
+    tokens, d, width = 23, 16, 40
+    fresh = {}
+    for kind in ("swiglu", "moa", "bi-moa"):
+        names = None if kind == "swiglu" else ["relu"] if kind == "moa" else ["id", "relu"]
+        layer, x = moa.build_ffn(kind, d, width, activations=names), torch.randn(tokens, d, requires_grad=True)
+        layer.compile(fullgraph=True)
+        with torch._functorch.config.patch(enable_autograd_cache=False):  # which would take a backward pass of earlier
+            _, codes = run_and_get_code(lambda layer=layer, x=x: layer(x).square().sum().backward())
+        (code,) = [code for code in codes if "tangents_1" in code]
+        fresh[kind] = code.count(f"empty_strided_cpu(({tokens}, {width})")
+        in_place = "torch.ops.moa.mix_backward_.default(" in code
+        assert in_place == (kind != "swiglu")
+        fresh[kind] += kind == "bi-moa"  # what the operation itself makes, the gradient of z
+    torch.compiler.reset()
+    assert fresh == {"swiglu": 2, "moa": 1, "bi-moa": 2}  # the incoming gradient, and that of z
+
+
+def test_compiled_and_recomputed_in_a_checkpoint_the_gradients_stay():
+    plain, layer, x = twins("bi-moa")
+    step = torch.compile(lambda x: x + checkpoint(layer, x, use_reentrant=False), fullgraph=True)
+    compare(outcome(lambda x: x + plain(x), x, cast=False, of=plain), outcome(step, x, cast=False, of=layer), 1e-5)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("kind", ["moa", "one-moa", "bi-moa", "qd-moa", "qd-la"])
 def test_under_autocast_a_layer_agrees_with_its_reference(kind):
     plain, layer, x = twins(kind)
@@ -153,11 +247,12 @@ def twins(kind):
     return plain, layer, torch.randn(2, 6, 16)
 
 
-def outcome(layer, x, cast):
-    """The output of a layer and the gradient of every parameter."""
+def outcome(function, x, cast, of=None):
+    """The output of a layer, or of a function around one, and the gradient of every parameter."""
+    layer = of or function
     layer.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-        out = layer(x)
+        out = function(x)
     out.float().square().sum().backward()
     return [out, *(p.grad for p in layer.parameters())]
 
@@ -165,7 +260,8 @@ def outcome(layer, x, cast):
 def compare(expected, found, tolerance):
     for want, got in zip(expected, found, strict=True):
         assert got.dtype == want.dtype
-        torch.testing.assert_close(got, want, rtol=0, atol=tolerance * max(1.0, want.abs().max().item()))
+        largest = want.abs().max().item() if want.numel() else 0
+        torch.testing.assert_close(got, want, rtol=0, atol=tolerance * max(1.0, largest))
 
 
 def kept_bytes(layer, x):
