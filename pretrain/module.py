@@ -178,7 +178,7 @@ class PretrainModule(L.LightningModule):
     def configure_model(self) -> None:
         if self.model is not None:  # the hook runs in every stage
             return
-        strategy = self.trainer.strategy
+        strategy: Any = self.trainer.strategy
         is_sharded = isinstance(strategy, ShardedStrategy)
         self.model = self.build_meta_model() if is_sharded else self.initial_model()
         if is_sharded:  # before anything is compiled

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from pretrain.optim import (
     MAX_BATCH_ELEMENTS,
     batches_of_equal_matrices,
+    local,
     momentum_update,
     move,
     orthogonalise,
@@ -34,7 +35,7 @@ def is_split(parameter: Tensor) -> bool:
 
 
 def step_of_split_matrices(
-    parameters: Sequence[DTensor], buffers: Sequence[DTensor], group: dict[str, Any], skip: Tensor | None
+    parameters: Sequence[Any], buffers: Sequence[Any], group: dict[str, Any], skip: Tensor | None
 ) -> None:
     """Update matrices in place; a call for all ranks, with the same parameters.
 
@@ -81,7 +82,7 @@ class _Round:
     def run(self, momentum: dict[int, DTensor], settings: dict[str, Any], skip: Tensor | None) -> None:
         mine = self.owned[self.rank]
         updates = [
-            momentum_update(parameter.grad.to_local(), momentum[id(parameter)].to_local(), settings, skip)  # type: ignore[union-attr]
+            momentum_update(local(parameter.grad), local(momentum[id(parameter)]), settings, skip)
             for matrices in self.owned
             for parameter in matrices
         ]
@@ -100,7 +101,7 @@ class _Round:
         sizes = [sum(self._size(matrix, rank) for matrix in mine) for rank in self.everyone]
         back = self._exchange(slices, sizes, lambda rank: [(p, self.rank) for p in self.owned[rank]])
         for parameter, direction in zip(chain(*self.owned), chain(*back), strict=True):
-            move(parameter.to_local(), direction, settings, max(parameter.shape), skip)
+            move(local(parameter), direction, settings, max(parameter.shape), skip)
 
     def _of_mine(self, rank: int) -> list[tuple[Tensor, int]]:
         return [(matrix, rank) for matrix in self.owned[self.rank]]
