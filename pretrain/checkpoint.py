@@ -15,6 +15,7 @@ from torch import nn
 
 from pretrain.errors import UserError
 from pretrain.metrics import StepMetrics, check_finite
+from pretrain.paths import user_path
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"
@@ -30,7 +31,7 @@ def find_checkpoint(run_or_file: str | Path) -> Path:
     Raises:
         UserError: if there is none.
     """
-    path = Path(run_or_file).expanduser()
+    path = user_path(run_or_file)
     if path.is_file():
         return path
     if path.is_dir():
