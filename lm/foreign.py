@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from lm.hf_format import OWN, PLAIN, config_from_dict, config_to_dict, exported_name, is_plain
 from lm.model import Llama, LlamaConfig
 from pretrain.errors import UserError
+from pretrain.paths import user_path
 from pretrain.preflight import flat
 
 PREFIX = "hf:"
@@ -58,7 +59,7 @@ def read_foreign(folder: str | Path, config: LlamaConfig, may_differ: tuple[str,
     """
     if not str(folder).strip():
         raise UserError(f"{PREFIX} names no folder: give a folder, {PREFIX}DIR, with config.json and {_WEIGHTS}")
-    folder = Path(folder).expanduser()
+    folder = user_path(folder)
     if not folder.is_dir():
         raise UserError(
             f"{PREFIX}{folder}: no such folder; give one with config.json and {_WEIGHTS}, downloaded before"

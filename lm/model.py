@@ -20,6 +20,8 @@ from lm.head import Head
 from lm.moe import MoE, MoEConfig, Routing
 from moa import FFNConfig
 
+MAX_LAYERS = 10_000  # each is some dozen Python objects and a line of every record, whatever its width
+
 
 @dataclass
 class LlamaConfig:
@@ -43,6 +45,8 @@ class LlamaConfig:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}: it has to be at least 1")
+        if self.n_layers > MAX_LAYERS:
+            raise ValueError(f"model.n_layers is {self.n_layers}: it has to be at most {MAX_LAYERS}")
         for name in ("rope_base", "norm_eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"model.{name} is {getattr(self, name)}: it has to be above 0")

@@ -158,6 +158,9 @@ class LanguageModule(PretrainModule):
             "activated_roles": activated,
         }
 
+    def numbers_per_sample(self, data: Any) -> int:
+        return self.config.n_layers * data.sequence_length * self.config.d_model  # what enters each block
+
     def flops_per_unit(self) -> float:
         assert self.plan is not None
         return flops_per_token(self.config, self.plan.units_per_sample)

@@ -80,7 +80,7 @@ class MoEConfig:
         if self.top_k > self.n_experts:
             raise ValueError(f"model.moe.top_k is {self.top_k}: there are only model.moe.n_experts {self.n_experts}")
         for name in ("n_shared", "balance_loss", "z_loss", "bias_update_rate"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"model.moe.{name} is {getattr(self, name)}: it has to be 0 or more")
         for name, choices in (("scores", get_args(Scores)), ("dispatch", get_args(Dispatch))):
             if getattr(self, name) not in choices:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from lm.data.module import TextData
 from lm.tokenizers import Tokenizer
 from pretrain.errors import UserError
+from pretrain.paths import user_path
 
 REPLACED = "\ufffd"  # what the decoders write for bytes that are no UTF-8
 MAX_BYTES_OF_A_CHARACTER = 4
@@ -66,7 +66,7 @@ def _validation_tokens(run: dict[str, Any]) -> list[int]:
 
 def _read(file: str) -> str:
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
+        return user_path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"--file {file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

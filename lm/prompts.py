@@ -2,9 +2,9 @@
 
 import json
 import sys
-from pathlib import Path
 
 from pretrain.errors import UserError
+from pretrain.paths import user_path
 
 STDIN = "-"
 
@@ -22,7 +22,7 @@ def read_prompts(name: str) -> list[str]:
     Raises:
         UserError: no such file, no text, a broken row (named by its number), or no prompt in it.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     try:
         data = path.read_bytes()
     except OSError as error:

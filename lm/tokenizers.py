@@ -14,6 +14,7 @@ import tokenizers
 
 from pretrain.errors import UserError
 from pretrain.hub import HUB_NAME
+from pretrain.paths import user_path
 
 END_OF_TEXT = "<|endoftext|>"
 # What published tokenizers call the token between two documents, in the order in which they are looked for.
@@ -227,7 +228,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         return BytesTokenizer()
     if name == "gpt2":
         return GPT2Tokenizer()
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir():
         path = path / "tokenizer.json"
     if not path.is_file():

@@ -10,6 +10,8 @@ from moa.counts import flops_per_token, num_parameters, num_projection_parameter
 from moa.ffn import FeedForward, build_ffn
 from moa.registry import DEFAULT_GATE, hidden_features
 
+MAX_FEATURES = 2**40  # torch counts the numbers of a matrix in 64 bits
+
 
 @dataclass
 class FFNConfig:
@@ -47,9 +49,13 @@ class FFNConfig:
     """How a mixture is computed: auto, reference, torch, inductor or triton; see moa.fused."""
 
     def __post_init__(self) -> None:
+        if self.hidden_features is not None and self.hidden_features > MAX_FEATURES:
+            raise ValueError(f"ffn.hidden_features is {self.hidden_features}: it has to be at most 2^40")
         self.build(2, hidden_features=1 if self.hidden_features is None else self.hidden_features, device="meta")
         if self.gate_init_std is not None and not 0 <= self.gate_init_std < math.inf:
             raise ValueError(f"ffn.gate_init_std is {self.gate_init_std}: it has to be 0 or more")
+        if not math.isfinite(self.coefficient_init):
+            raise ValueError(f"ffn.coefficient_init is {self.coefficient_init}: it has to be a number")
 
     def width(self, d: int) -> int:
         """Return the hidden width of a layer of model width `d`."""

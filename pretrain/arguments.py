@@ -1,18 +1,21 @@
 """What the command line says: which configuration it implies, and how its mistakes are told."""
 
 import difflib
+import os
 import re
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 
-from pretrain.errors import EXIT_CODE, UserError
+from pretrain.errors import EXIT_CODE, UserError, print_error
 from pretrain.recovery import intact_checkpoint, newest_intact, say
 from pretrain.run import CONFIG
+from pretrain.yaml_file import check_yaml, scalars
+
+MAX_PATH = 4096  # characters; a longer value names no file
 
 AUTO = "auto"  # --resume: whatever there is
 PLACE = {"runs_dir": "runs", "name": "run"}  # the settings that say where a run lies, and their defaults
@@ -23,7 +26,11 @@ def one_line(message: str) -> str:
     text = " ".join(message.split())
     if own := re.search(r"Errors: - (?!Expected)(.+?) - Expected ", text):  # a configuration's own words say it best
         return own[1]
-    return re.sub(r"Does not validate against any of the Union subtypes Subtypes: .*? Errors: ", "", text)
+    text = re.sub(r"Does not validate against any of the Union subtypes Subtypes: .*? Errors: ", "", text)
+    text = re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1", text).replace("NoneType", "null")
+    text = re.sub(r" Given value type: \w+ Given value:", "; it is", text)
+    parts = dict.fromkeys(text.split(" - Expected "))  # what several types end in is named once
+    return " - Expected ".join(parts)
 
 
 class OneLineParser(LightningArgumentParser):
@@ -31,8 +38,31 @@ class OneLineParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         text = one_line(message)
-        print(f"error: {text}{self._suggestion(text)} (--help lists all keys)", file=sys.stderr)
+        print_error(f"{text}{self._suggestion(text)} (--help lists all keys)")
         sys.exit(EXIT_CODE)
+
+    def parse_args(self, args: Any = None, *others: Any, **settings: Any) -> Any:
+        """Parse; but what the parser would read, because a value names it, has to be a file, and of a sensible size."""
+        words = list(sys.argv[1:] if args is None else args)
+        for word, following in pairwise([*words, ""]):
+            if word.startswith("-"):
+                option, given, value = word.partition("=")
+                value = value if given else following
+                is_config = option in ("-c", "--config")
+                for key, text in scalars(Path(value)) if is_config else [(option.removeprefix("--"), value)]:
+                    self._check_file(key, text)
+        return super().parse_args(words, *others, **settings)
+
+    def _check_file(self, key: str, value: str) -> None:
+        """Raise a UserError for the name of a pipe or a device, and of a file too large to hold settings."""
+        path = Path(value)
+        if len(value) > MAX_PATH or "\n" in value or "\0" in value or not os.path.lexists(value) or path.is_dir():
+            return
+        if not path.is_file():
+            raise UserError(f"{key} is {value}, a pipe or a device (or a link to nothing): give a file or a folder")
+        # Instead of settings, the parser takes the name of a file that holds them.
+        if key.startswith("trainer.") or any(action.dest.startswith(f"{key}.") for action in self._actions):
+            check_yaml(path)
 
     def _suggestion(self, message: str) -> str:
         keys = [action.dest for action in self._actions]
@@ -91,8 +121,7 @@ def _newest_of_name(configs: list[str], arguments: list[str]) -> Path | None:
     """Return the newest intact checkpoint of the runs that the arguments name; None, and a word, if there is none."""
     place = dict(PLACE)
     for file in configs:
-        check_yaml(Path(file))
-        place |= {key: value for key, value in yaml.safe_load(Path(file).read_text()).items() if key in PLACE}
+        place |= {key: value for key, value in scalars(Path(file)) if key in PLACE}
     for argument, following in pairwise([*arguments, ""]):
         for key in PLACE:
             if argument == f"--{key}" or argument.startswith(f"--{key}="):
@@ -102,30 +131,3 @@ def _newest_of_name(configs: list[str], arguments: list[str]) -> Path | None:
     if found is None:
         say(f"nothing to resume below {runs}: a new run starts")
     return found
-
-
-def check_yaml(file: Path) -> None:
-    """Raise a UserError for what the parser would misread, or read without a word: a key that stands twice."""
-    if not file.is_file():
-        raise UserError(f"the configuration {file} does not exist, or is no file")
-    try:
-        root = yaml.compose(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"the configuration {file} cannot be read: {error}") from error
-    if not isinstance(root, yaml.MappingNode):
-        raise UserError(f"the configuration {file} holds no keys")
-    mappings = [root]
-    while mappings:
-        seen: set[str] = set()
-        for key, value in mappings.pop().value:
-            if key.value in seen:
-                raise UserError(f"{file}, line {key.start_mark.line + 1}: the key {key.value!r} stands there twice")
-            seen.add(key.value)
-            if isinstance(value, yaml.MappingNode):
-                mappings.append(value)
-        if (
-            "resume" in seen
-            and root.value
-            and any(k.value == "resume" and v.value not in ("null", "") for k, v in root.value)
-        ):
-            raise UserError(f"{file} sets resume, which is an argument of the command line: --resume RUN")

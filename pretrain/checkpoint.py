@@ -18,6 +18,7 @@ from pretrain.atomic import publish, remove, settled
 from pretrain.errors import UserError
 from pretrain.faults import StepGuard
 from pretrain.metrics import check_finite
+from pretrain.paths import user_path
 from pretrain.shards import assembled, is_shard_folder, read_shards
 
 LAST = "last.ckpt"
@@ -36,7 +37,7 @@ def find_checkpoint(run_or_file: str | Path) -> Path:
     Raises:
         UserError: if there is none.
     """
-    path = settled(Path(run_or_file).expanduser())
+    path = settled(user_path(run_or_file))
     if is_checkpoint(path):
         return path
     if path.is_dir():

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import yaml
 from jsonargparse import set_parsing_settings
-from jsonargparse.typing import NonNegativeInt
+from jsonargparse.typing import restricted_number_type
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
@@ -29,8 +29,10 @@ from pretrain.plan import apply_plan
 from pretrain.policy import add_policy_arguments, check_policy, checkpoints, ends_in_one_line, policy_callbacks
 from pretrain.preflight import check_run
 from pretrain.run import METRICS, RunRecord, claimed, new_run_folder
+from pretrain.size import check_size
 from pretrain.watchdog import set_collective_timeout
 
+Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])  # NumPy takes no other
 TRAINER_DEFAULTS = {
     "log_every_n_steps": 10,
     "num_sanity_val_steps": 0,
@@ -64,7 +66,7 @@ class PretrainCLI(LightningCLI):
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
             "--seed_everything",
-            type=NonNegativeInt,
+            type=Seed,
             default=0,
             help="Decides initial weights, order of the samples and noise. The same seed gives the same run.",
         )
@@ -101,8 +103,7 @@ class PretrainCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         check_policy(self.config)
-        if not self.config.name or Path(self.config.name).name != self.config.name:
-            raise UserError(f"name {self.config.name!r} has to be the name of one folder")
+        check_folder_name(self.config.name)
         self.checkpoint = find_checkpoint(self.config.resume) if self.config.resume is not None else None
         self.folder = (
             self.checkpoint.parent.parent
@@ -168,6 +169,13 @@ class PretrainCLI(LightningCLI):
         return self.parser.dump(config, skip_none=False)
 
 
+def check_folder_name(name: str) -> None:
+    """Raise a UserError unless a run of this name has a folder of its own, directly in runs_dir."""
+    is_one = name not in ("", "..") and Path(name).name == name and name.isprintable()
+    if not is_one or len(name.encode()) > 255:
+        raise UserError(f"name {name!r} has to be the name of one folder")
+
+
 def config_folder() -> Path:
     """Return the folder of the shipped configurations: beside the package in a checkout, inside it when installed."""
     package = Path(__file__).parent
@@ -215,6 +223,7 @@ def fit(
     arguments = with_config(sys.argv[1:] if args is None else args, demo_config)
     cli = PretrainCLI(model_class, data_class, prog=prog, description=description, args=arguments)
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
+    check_size(module, data, trainer)
     data.prepare_data()
     data.setup("fit")
     check_run(cli)

@@ -9,6 +9,8 @@ from pretrain.loader import EvaluationLoader, TrainLoader, WeightedDataset
 from pretrain.order import global_seed
 from pretrain.plan import Plan
 
+MAX_WORKERS = 1024  # processes of one device
+
 
 class PretrainData(L.LightningDataModule):
     """Loaders over `train_dataset` and `val_dataset`, which a domain's `setup` provides.
@@ -43,6 +45,8 @@ class PretrainData(L.LightningDataModule):
         for name, value in (("num_workers", num_workers), ("seed", seed or 0)):
             if value < 0:
                 raise UserError(f"data.{name} is {value}: it has to be 0 or more")
+        if num_workers > MAX_WORKERS:
+            raise UserError(f"data.num_workers is {num_workers}: it has to be at most {MAX_WORKERS}")
 
     @property
     def units_per_sample(self) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pretrain.atomic import locked, partial_folder, publish, write_durably
 from pretrain.checkpoint import find_checkpoint
 from pretrain.errors import UserError
+from pretrain.paths import user_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -233,7 +234,7 @@ def output_folder(checkpoint: str, output: str | None) -> Path:
         UserError: the folder exists and holds other things than an earlier inspection.
     """
     if output is not None:
-        folder = Path(output).expanduser()
+        folder = user_path(output)
     else:
         home = find_checkpoint(checkpoint).parent
         folder = (home.parent if home.name == "checkpoints" else home) / "inspect"

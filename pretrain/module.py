@@ -93,6 +93,10 @@ class PretrainModule(L.LightningModule):
         """Return the numbers of parameters: `total`, `activated` and `roles` ({role: number})."""
         raise NotImplementedError
 
+    def numbers_per_sample(self, data: Any) -> int:
+        """Return how many numbers training holds of one sample at least, to refuse what cannot fit."""
+        raise NotImplementedError
+
     def build_model(self) -> nn.Module:
         """Return the model with fresh weights."""
         raise NotImplementedError

@@ -13,6 +13,8 @@ import lightning as L
 
 from pretrain.errors import UserError
 
+MAX_MICRO_BATCHES = 2**53  # the length of a loader, and exact as a floating-point number
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -86,20 +88,22 @@ def make_plan(
         UserError: if no limit is set, or the batch sizes do not fit.
     """
     _refuse_settings_in_micro_batches(trainer)
-    _refuse_intervals_of_nothing(trainer)
+    _refuse_values_out_of_range(trainer)
     accumulation = accumulation_steps(global_batch_size, micro_batch_size, trainer.world_size)
     limits: dict[str, int] = {}
     if trainer.max_steps >= 0:
         limits["trainer.max_steps"] = trainer.max_steps
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-        limits["trainer.max_epochs"] = math.ceil(trainer.max_epochs * n_samples / global_batch_size)
+        limits["trainer.max_epochs"] = -(-trainer.max_epochs * n_samples // global_batch_size)
     for name, units in (units_budget or {}).items():
-        if units <= 0:
-            raise UserError(f"{name} has to be above 0")
+        if not 0 < units < math.inf:
+            raise UserError(f"{name} has to be a number above 0")
         limits[name] = math.ceil(units / (global_batch_size * units_per_sample))
     if not limits:
         raise UserError("the run has no end: set trainer.max_steps, trainer.max_epochs or tokens_per_parameter")
     limit = min(limits, key=lambda name: limits[name])
+    if limits[limit] * accumulation > MAX_MICRO_BATCHES:
+        raise UserError(f"{limit} makes more steps than can be counted, 2^53: set a smaller limit")
     return Plan(
         total_steps=limits[limit],
         limit=limit,
@@ -125,13 +129,18 @@ def _refuse_settings_in_micro_batches(trainer: L.Trainer) -> None:
         )
 
 
-def _refuse_intervals_of_nothing(trainer: L.Trainer) -> None:
+def _refuse_values_out_of_range(trainer: L.Trainer) -> None:
     intervals = {
         "val_check_interval": getattr(trainer, "val_check_interval", None),
         "log_every_n_steps": trainer.log_every_n_steps,  # type: ignore[attr-defined]
     }
+    clip = trainer.gradient_clip_val  # type: ignore[attr-defined]
+    if clip is not None and not 0 <= clip < math.inf:
+        raise UserError(f"trainer.gradient_clip_val is {clip}: give the largest norm (or value), or 0 for no clipping")
+    if trainer.check_val_every_n_epoch is not None and trainer.check_val_every_n_epoch < 1:
+        raise UserError(f"trainer.check_val_every_n_epoch is {trainer.check_val_every_n_epoch}: give 1 or more")
     for name, value in intervals.items():
-        if isinstance(value, int | float) and value <= 0:
+        if isinstance(value, int | float) and not 0 < value < math.inf:
             raise UserError(f"trainer.{name} is {value}: it has to be above 0 (no validation: limit_val_batches 0)")
 
 

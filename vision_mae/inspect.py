@@ -4,7 +4,6 @@ The encoder sees the whole picture, unmasked, as it does in use; the decoder is 
 column), from the upper left.
 """
 
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -15,6 +14,7 @@ from pretrain.cli import OneLineParser, quieten_libraries
 from pretrain.errors import UserError, command
 from pretrain.inspection import by_gate, layer_inputs, layer_mixes
 from pretrain.mix_figures import mix_figures
+from pretrain.paths import user_path
 from pretrain.reload import load_module
 from vision_mae.data.decode import BadImage, decode_image
 from vision_mae.data.module import ImageData, denormalise
@@ -73,9 +73,9 @@ def read_image(file: str | None, data: ImageData) -> Image.Image:
     """
     try:
         if file is not None:
-            if not Path(file).expanduser().is_file():
+            if not user_path(file).is_file():
                 raise UserError(f"--image {file} does not exist, or is no file")
-            return decode_image(Path(file).expanduser(), data.in_channels, data.patch_size)
+            return decode_image(user_path(file), data.in_channels, data.patch_size)
         data.prepare_data()
         data.setup("validate")
         if data.val_rows is None:

@@ -24,6 +24,7 @@ SIZES = {
     "vit_huge": (1280, 32, 16),
 }
 INIT_STD = 0.02
+MAX_DEPTH = 10_000  # each block is some dozen Python objects and a line of every record, whatever its width
 
 Pool = Literal["token", "avg"]
 KnnPool = Literal["token", "avg", "patches"]
@@ -96,6 +97,9 @@ class MAEConfig:
         for name in ("patch_size", "image_size", "decoder_width", "decoder_depth", "decoder_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}: it has to be at least 1")
+        for name in ("depth", "decoder_depth"):
+            if getattr(self, name) > MAX_DEPTH:
+                raise ValueError(f"model.{name} is {getattr(self, name)}: it has to be at most {MAX_DEPTH}")
         if self.in_channels not in (1, 3):
             raise ValueError(f"model.in_channels is {self.in_channels}: it has to be 1 (grey) or 3 (colour)")
         if self.init not in ("timm", "xavier"):

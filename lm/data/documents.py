@@ -16,6 +16,7 @@ from pretrain.errors import UserError
 from pretrain.hub import HUB_SOURCE, hub_dataset
 from pretrain.hub import quiet_datasets as _datasets
 from pretrain.hub import reason as _reason
+from pretrain.paths import user_path
 
 KINDS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
@@ -107,7 +108,7 @@ def find_files(source: str) -> SourceFiles | None:
     """
     if not source.strip():
         raise UserError("the source is empty: give a file, a folder, a glob or the name of a Hugging Face dataset")
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_file():
         if file_kind(path) is None:
             raise UserError(f"{source} is of no supported kind: {SUPPORTED}")

@@ -24,6 +24,7 @@ CHUNK_CHARACTERS = 1 << 20
 CHUNK_DOCUMENTS = 4096
 # The first chunks are tokenized in this process: for a small source, starting others would take longer.
 CHUNKS_ALONE = 6
+MAX_WORKERS = 1024
 
 
 def token_dtype(n_vocab: int) -> str:

@@ -20,10 +20,11 @@ import numpy as np
 from tqdm import tqdm
 
 from lm.data.documents import ReadReport, find_files, read_documents
-from lm.data.encode import EncodedChunks, available_cores, encode_chunks, split_into_chunks, token_dtype
+from lm.data.encode import MAX_WORKERS, EncodedChunks, available_cores, encode_chunks, split_into_chunks, token_dtype
 from lm.tokenizers import Tokenizer, load_tokenizer
 from pretrain.atomic import locked, partial_folder, publish, write_durably
 from pretrain.errors import UserError
+from pretrain.paths import user_path
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -124,7 +125,7 @@ class PreparedSplit:
 
 def is_prepared(folder: str | Path) -> bool:
     """Whether `folder` is a prepared folder, complete or damaged."""
-    path = Path(folder).expanduser() / MANIFEST
+    path = user_path(folder) / MANIFEST
     return path.is_file() and '"fingerprint"' in path.read_text(encoding="utf-8", errors="replace")[:1000]
 
 
@@ -134,7 +135,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     Raises:
         UserError: there is none, it is damaged, or another version of this package wrote it.
     """
-    path = Path(folder).expanduser() / MANIFEST
+    path = user_path(folder) / MANIFEST
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
@@ -156,7 +157,7 @@ def open_prepared(folder: str | Path, split: str = "train") -> PreparedSplit:
     Raises:
         UserError: no such folder or split, or a shard that is missing or not of the size that the manifest states.
     """
-    folder = Path(folder).expanduser()
+    folder = user_path(folder)
     manifest = read_manifest(folder)
     if split not in manifest.splits:
         raise UserError(
@@ -222,7 +223,7 @@ def prepare(
     """
     _check_settings(val_fraction, max_bad, max_tokens, workers, shard_tokens)
     tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-    output = Path(output).expanduser()
+    output = user_path(output)
     settings = {
         "source": source,
         "text_field": text_field,
@@ -288,8 +289,8 @@ def cached_prepare(
     tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     if is_prepared(source):
         check_tokenizer(source, tokenizer)
-        return Path(source).expanduser()
-    root = Path(cache or os.environ.get("MOA_CACHE") or "~/.cache/moa-pretrain/prepared").expanduser()
+        return user_path(source)
+    root = user_path(cache or os.environ.get("MOA_CACHE") or "~/.cache/moa-pretrain/prepared")
     settings: dict[str, Any] = {
         "text_field": text_field,
         "val_fraction": val_fraction,
@@ -331,6 +332,8 @@ def _check_settings(
     for name, value in {"max_tokens": max_tokens, "workers": workers, "shard_tokens": shard_tokens}.items():
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}: give a number of 1 or more")
+    if workers is not None and workers > MAX_WORKERS:
+        raise UserError(f"workers is {workers}: give at most {MAX_WORKERS}")
 
 
 def _check_output(output: Path, overwrite: bool) -> None:

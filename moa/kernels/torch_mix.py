@@ -101,7 +101,7 @@ def backward(
 
 
 def blocks(y: Tensor, bytes_of_thread: int) -> Iterator[slice]:
-    """Cuts the rows of y into blocks that stay in cache, of equal length where possible; one at least, also of no rows."""
+    """Cuts the rows of y into blocks that stay in cache, of about equal length; one at least, also of no rows."""
     count = 1
     if y.device.type == "cpu":
         keep_freed_memory()

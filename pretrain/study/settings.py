@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from pretrain.arguments import check_yaml
 from pretrain.errors import UserError
 from pretrain.preflight import flat
+from pretrain.yaml_file import check_yaml
 
 EACH = "each"  # the key that makes a value an axis: `{each: [..]}`
 # Where a run lies and how it is told apart: they decide nothing that it computes.

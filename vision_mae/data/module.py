@@ -13,6 +13,7 @@ from pretrain.data import PretrainData, check_vendored
 from pretrain.errors import UserError
 from pretrain.loader import EvaluationLoader, WeightedDataset
 from pretrain.order import global_seed, permutation
+from pretrain.paths import user_path
 from vision_mae.data.dataset import ImageDataset, Subset, Views
 from vision_mae.data.decode import BadImage
 from vision_mae.data.source import ImageRows, open_images
@@ -182,7 +183,7 @@ class ImageData(PretrainData):
         check_vendored(source, VENDORED)
         root = self.cache_dir or os.environ.get("MOA_CACHE") or "~/.cache/moa-pretrain"
         return open_images(
-            str(VENDORED.get(source, source)), self.image_field, self.label_field, Path(root).expanduser() / "images"
+            str(VENDORED.get(source, source)), self.image_field, self.label_field, user_path(root) / "images"
         )
 
     def _check_ahead(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pretrain.errors import UserError
 from pretrain.hub import HUB_SOURCE, hub_dataset, quiet_datasets, reason
+from pretrain.paths import user_path
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".jp2")
 PARQUET = ".parquet"
@@ -98,7 +99,7 @@ def open_images(
 
 def _find_files(source: str) -> list[Path] | None:
     """The files of a local source, all pictures or all parquet; None for the name of a hub dataset."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_file():
         candidates, where = [path], source
     elif path.is_dir():
@@ -128,7 +129,7 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 def _from_files(files: list[Path], source: str) -> ImageRows:
     datasets = quiet_datasets()
     table = datasets.Dataset.from_dict({"image": [str(file) for file in files]})
-    root = Path(source).expanduser()
+    root = user_path(source)
     parts = [file.relative_to(root).parts for file in files] if root.is_dir() else []
     if not parts or any(len(names) < 2 for names in parts):
         return ImageRows(table, "image", None, (), source)

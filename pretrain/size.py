@@ -1,0 +1,85 @@
+"""What a run needs of the machine at the very least, told before anything is allocated.
+
+A number with three zeros too many in a configuration would otherwise fill the memory of the machine before anyone is
+told. The bounds are generous: whatever they refuse cannot run, and what they let pass may still need more.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from pretrain.errors import UserError
+
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+# The numbers of a step's samples, their places in the stream and their targets, for one step and the next.
+BYTES_PER_SAMPLE_OF_A_STEP = 32
+# A process that has imported torch and Lightning.
+BYTES_PER_PROCESS = 200 * 2**20
+
+
+def host_memory() -> int:
+    """Return the memory of this machine, or of the container that the process is confined to, in bytes."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in CGROUP_LIMITS:
+        text = file.read_text().strip() if file.is_file() else ""
+        if text.isdecimal():  # else "max"
+            limits.append(int(text))
+    return min(limits)
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the memory of a device in bytes; other devices than CUDA's share the host's."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
+
+
+def check_size(module: Any, data: Any, trainer: L.Trainer) -> None:
+    """Raise a UserError if model, batch or number of processes cannot fit, however they are spread.
+
+    Args:
+        module: a `pretrain.module.PretrainModule` without a model yet.
+        data: its `pretrain.data.PretrainData`, before anything is read.
+    """
+    device = trainer.strategy.root_device
+    on_host = device.type != "cuda"
+    memory = device_memory(device)
+    if on_host:
+        _check("trainer.devices", trainer.num_devices, trainer.num_devices * BYTES_PER_PROCESS, memory)
+    batch = data.global_batch_size
+    _check("data.global_batch_size", batch, batch * BYTES_PER_SAMPLE_OF_A_STEP, host_memory())
+
+    width = 2 if str(trainer.precision).endswith("16-true") else 4
+    try:
+        parameters = module.parameter_counts()["total"]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    # Weights, their gradients and one running mean of these, sharded over all devices and offloaded to their hosts.
+    needed, together = 3 * width * parameters, trainer.num_nodes * host_memory()
+    if not on_host:
+        together += trainer.world_size * memory
+    if needed > together:
+        raise UserError(
+            f"the model has {parameters:,} parameters and needs at least {_gigabytes(needed)} with gradients and "
+            f"optimizer, and there are {_gigabytes(together)}: make it smaller, or take more devices"
+        )
+    sample = 2 * module.numbers_per_sample(data)  # in 16 bits
+    if data.micro_batch_size * sample > memory:
+        raise UserError(
+            f"data.micro_batch_size {data.micro_batch_size:,} samples of at least {_gigabytes(sample)} need "
+            f"{_gigabytes(data.micro_batch_size * sample)}, and a device has {_gigabytes(memory)}: make it or the "
+            "samples smaller"
+        )
+
+
+def _check(key: str, value: int, needed: int, memory: int) -> None:
+    if needed > memory:
+        raise UserError(
+            f"{key} is {value:,}: that needs at least {_gigabytes(needed)}, and there are {_gigabytes(memory)}: "
+            "make it smaller"
+        )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size < 1e18 else "more than 1e9 GB"
