@@ -182,11 +182,11 @@ class PretrainModule(L.LightningModule):
     def configure_model(self) -> None:
         if self.model is not None:  # the hook runs in every stage
             return
-        strategy: Any = self.trainer.strategy
-        is_sharded = isinstance(strategy, ShardedStrategy)
-        self.model = self.build_meta_model() if is_sharded else self.initial_model()
-        if is_sharded:  # before anything is compiled
-            strategy.prepare(self.model, self._sharded_classes())
+        strategy = self.trainer.strategy
+        sharded = strategy if isinstance(strategy, ShardedStrategy) else None
+        self.model = self.initial_model() if sharded is None else self.build_meta_model()
+        if sharded is not None:  # before anything is compiled
+            sharded.prepare(self.model, self._sharded_classes())
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         compiles = on_gpu if self.compile_blocks is None else self.compile_blocks
         parallelize(
@@ -195,8 +195,8 @@ class PretrainModule(L.LightningModule):
             compiled=compiles,
             activation_checkpointing=self.activation_checkpointing,
         )
-        if is_sharded:
-            strategy.shard(self.model, self._sharded_classes(), self.called_methods, self.initial_model)
+        if sharded is not None:
+            sharded.shard(self.model, self._sharded_classes(), self.called_methods, self.initial_model)
 
     def _sharded_classes(self) -> tuple[type[nn.Module], ...]:
         return (*([] if self.block_class is None else [self.block_class]), *self.sharded_classes)

@@ -35,7 +35,7 @@ def is_split(parameter: Tensor) -> bool:
 
 
 def step_of_split_matrices(
-    parameters: Sequence[Any], buffers: Sequence[Any], group: dict[str, Any], skip: Tensor | None
+    parameters: Sequence[Tensor], buffers: Sequence[Tensor], group: dict[str, Any], skip: Tensor | None
 ) -> None:
     """Update matrices in place; a call for all ranks, with the same parameters.
 
@@ -45,9 +45,10 @@ def step_of_split_matrices(
         group: the settings of their optimizer group.
         skip: a scalar on the device; where it is not 0, nothing changes.
     """
-    dimension = shard_dimension(parameters[0])
+    first = parameters[0]
+    assert isinstance(first, DTensor)
+    dimension, mesh = shard_dimension(first), first.device_mesh
     assert dimension is not None
-    mesh = parameters[0].device_mesh
     n_ranks = mesh.size(dimension)
     momentum = {id(parameter): buffer for parameter, buffer in zip(parameters, buffers, strict=True)}
     shares = [batches_of_equal_matrices(share, MAX_BATCH_ELEMENTS) for share in share_out(parameters, n_ranks)]
@@ -72,65 +73,54 @@ def _work(parameter: Tensor) -> int:
     return min(parameter.shape) ** 2 * (sum(parameter.shape))
 
 
+Slice = tuple[Tensor, int]  # a matrix, and the rank whose rows of it are meant
+
+
 class _Round:
-    """One exchange: `owned[r]` are the matrices that rank r puts together, all of one shape up to transposition."""
+    """One exchange: `owned[r]` are the matrices that rank r puts together, of one shape up to transposition."""
 
     def __init__(self, owned: list[list[Tensor]], rank: int, group: Any) -> None:
         self.owned, self.rank, self.group = owned, rank, group
-        self.everyone = range(len(owned))
+        # What each rank has of the matrices that this one owns, and what this one has of those that each rank owns.
+        self.of_mine = [[(matrix, other) for matrix in owned[rank]] for other in range(len(owned))]
+        self.of_theirs = [[(matrix, rank) for matrix in matrices] for matrices in owned]
 
-    def run(self, momentum: dict[int, DTensor], settings: dict[str, Any], skip: Tensor | None) -> None:
-        mine = self.owned[self.rank]
+    def run(self, momentum: dict[int, Tensor], settings: dict[str, Any], skip: Tensor | None) -> None:
         updates = [
-            momentum_update(local(parameter.grad), local(momentum[id(parameter)]), settings, skip)
-            for matrices in self.owned
-            for parameter in matrices
+            momentum_update(local(matrix.grad), local(momentum[id(matrix)]), settings, skip)
+            for matrix in chain(*self.owned)
         ]
-        self.nothing = updates[0].new_empty(0)
-        parts = self._exchange(updates, [sum(self._size(p, self.rank) for p in m) for m in self.owned], self._of_mine)
-        whole = [torch.cat(list(pieces)) for pieces in zip(*parts, strict=True)]
-        if whole and prefers_single_matrices(whole[0]):
-            directions = [orthogonalise([matrix], settings["ns_steps"])[0] for matrix in whole]
+        nothing = updates[0].new_empty(0)
+        parts = self._exchange(updates, self.of_theirs, self.of_mine, nothing)
+        wholes = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+        if wholes and prefers_single_matrices(wholes[0]):
+            directions = [orthogonalise([whole], settings["ns_steps"])[0] for whole in wholes]
         else:
-            directions = orthogonalise(whole, settings["ns_steps"]) if whole else []
+            directions = orthogonalise(wholes, settings["ns_steps"]) if wholes else []
         slices = [
-            direction[self._first(matrix, rank) :][: self._rows(matrix, rank)]
-            for rank in self.everyone
-            for matrix, direction in zip(mine, directions, strict=True)
+            direction[self._first(matrix, rank) : self._first(matrix, rank + 1)]
+            for pieces in self.of_mine
+            for (matrix, rank), direction in zip(pieces, directions, strict=True)
         ]
-        sizes = [sum(self._size(matrix, rank) for matrix in mine) for rank in self.everyone]
-        back = self._exchange(slices, sizes, lambda rank: [(p, self.rank) for p in self.owned[rank]])
-        for parameter, direction in zip(chain(*self.owned), chain(*back), strict=True):
-            move(local(parameter), direction, settings, max(parameter.shape), skip)
+        back = self._exchange(slices, self.of_mine, self.of_theirs, nothing)
+        for matrix, direction in zip(chain(*self.owned), chain(*back), strict=True):
+            move(local(matrix), direction, settings, max(matrix.shape), skip)
 
-    def _of_mine(self, rank: int) -> list[tuple[Tensor, int]]:
-        return [(matrix, rank) for matrix in self.owned[self.rank]]
-
-    def _exchange(self, outgoing: list[Tensor], sizes: list[int], expected: Any) -> list[list[Tensor]]:
-        """Send tensors, of which `sizes[r]` elements go to rank r; return what comes from each rank.
-
-        Args:
-            expected: rank -> (matrix, rank) of each slice that comes from it: those rows of the matrix.
-        """
-        flat = [tensor.reshape(-1) for tensor in outgoing]
-        sent = torch.cat(flat) if flat else self.nothing
-        slices = [expected(rank) for rank in self.everyone]
-        lengths = [[self._size(*piece) for piece in pieces] for pieces in slices]
-        received = sent.new_empty(sum(map(sum, lengths)))
-        dist.all_to_all_single(received, sent, [sum(each) for each in lengths], sizes, group=self.group)
-        parts = received.split([length for each in lengths for length in each])
-        shaped = iter(
-            part.view(-1, matrix.shape[1])
-            for part, (matrix, _) in zip(parts, (piece for pieces in slices for piece in pieces), strict=True)
-        )
-        return [[next(shaped) for _ in pieces] for pieces in slices]
+    def _exchange(
+        self, outgoing: list[Tensor], sent: list[list[Slice]], expected: list[list[Slice]], nothing: Tensor
+    ) -> list[list[Tensor]]:
+        """Send slices, of which `sent[r]` go to rank r, and return those that come, of which `expected[r]` from it."""
+        flat = torch.cat([nothing, *(piece.reshape(-1) for piece in outgoing)])
+        received = flat.new_empty(sum(map(self._size, chain(*expected))))
+        lengths = [[sum(map(self._size, pieces)) for pieces in each] for each in (expected, sent)]
+        dist.all_to_all_single(received, flat, *lengths, group=self.group)
+        parts = iter(received.split([self._size(piece) for piece in chain(*expected)]))
+        return [[next(parts).view(-1, matrix.shape[1]) for matrix, _ in pieces] for pieces in expected]
 
     def _first(self, matrix: Tensor, rank: int) -> int:
         rows_each = -(-matrix.shape[0] // len(self.owned))  # as torch.chunk
         return min(rank * rows_each, matrix.shape[0])
 
-    def _rows(self, matrix: Tensor, rank: int) -> int:
-        return self._first(matrix, rank + 1) - self._first(matrix, rank)
-
-    def _size(self, matrix: Tensor, rank: int) -> int:
-        return self._rows(matrix, rank) * matrix.shape[1]
+    def _size(self, piece: Slice) -> int:
+        matrix, rank = piece
+        return (self._first(matrix, rank + 1) - self._first(matrix, rank)) * matrix.shape[1]

@@ -28,7 +28,7 @@ def take_any_weight(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> N
     for unit in [module for module in model.modules() if isinstance(module, classes)]:
         for module in unit.modules():
             if isinstance(module, nn.RMSNorm | nn.LayerNorm):
-                module.__class__ = _any_weight(type(module))  # type: ignore[assignment, arg-type]
+                module.__class__ = _any_weight(type(module))  # type: ignore[arg-type,assignment]
 
 
 @cache  # equal blocks stay of one class, for which the compiler works once

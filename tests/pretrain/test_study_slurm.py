@@ -2,6 +2,8 @@
 
 import builtins
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +50,7 @@ def test_a_job_leaves_a_run_to_whoever_works_on_it(store):  # noqa: F811
     assert RunJob(store, run, True)() == "finished"
     assert RunJob(store, run, True)() == "finished"
     assert visits(store, run) == [1, 2]
+
+
+def test_the_batch_file_for_training_is_a_shell_script():
+    subprocess.run(["bash", "-n", Path(__file__).parents[2] / "configs/slurm/train.sbatch"], check=True)
