@@ -32,7 +32,7 @@ Gradients = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 # Bytes of a block of rows, for each thread: small enough that the few blocks at work at a time stay in its cache.
 BLOCK_BYTES = 2**18
 
-# The same where the compiled loop writes over its input: inductor then goes by way of a temporary, which stays in cache.
+# The same where the compiled loop writes over its input, for which inductor takes a temporary: it stays in cache.
 IN_PLACE_BLOCK_BYTES = 2**21
 
 # Makes inductor write everything in one loop over y, z and g. Left to itself it stores what several outputs share, and
@@ -101,7 +101,7 @@ def backward(
 
 
 def blocks(y: Tensor, bytes_of_thread: int) -> Iterator[slice]:
-    """Cuts the rows of y into blocks that stay in cache, of equal length if it can be; at least one, also of no rows."""
+    """Cuts the rows of y into blocks of equal length, but for the last, that stay in cache; one also of no rows."""
     count = 1
     if y.device.type == "cpu":
         keep_freed_memory()
