@@ -222,7 +222,7 @@ def _(g, y, z, pi, rho, form, activations, implementation):
 
 
 IN_PLACE = True
-"""Whether what is compiled from now on writes gradients over others that nobody reads again: off to measure its worth."""
+"""Whether what is compiled from now on may write a gradient over another; False to measure what that is worth."""
 
 
 def _keep(ctx, inputs, output):

@@ -83,15 +83,14 @@ def backward(
         the others: as in `forward`.
     """
     compiled = compiled and y.numel() > 0
+    gates: Any = (every_token(pi, y), every_token(rho, y)) if compiled else (pi, rho)
     if compiled and not in_place:
-        gates = every_token(pi, y), every_token(rho, y)
         grad_y, grad_z, sums_pi, sums_rho = compiled_rows(backward_rows, form, tuple(names))(g, y, z, *gates)
     else:
         grad_y = g if in_place else torch.empty(y.shape, dtype=y.dtype, device=y.device)
         grad_z = None if z is None else torch.empty(y.shape, dtype=y.dtype, device=y.device)
         sums_pi, sums_rho = (None if w is None else widened(y.new_empty(len(y), w.shape[-1])) for w in (pi, rho))
         write = compiled_rows(write_rows, form, tuple(names)) if compiled else partial(write_rows, form, tuple(names))
-        gates = (every_token(pi, y), every_token(rho, y)) if compiled else (pi, rho)
         for rows in blocks(y, IN_PLACE_BLOCK_BYTES if compiled else BLOCK_BYTES):
             g_rows = g[rows]  # one view for both uses: Dynamo would not see through two
             places = [None if t is None else t[rows] for t in (grad_z, sums_pi, sums_rho)]
