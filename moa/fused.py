@@ -30,8 +30,6 @@ from moa.kernels import torch_mix
 
 IMPLEMENTATIONS = ("auto", "reference", "torch", "inductor", "triton")
 
-IN_PLACE = True
-
 FORMS = {
     mixing.type_one_mixture: "type_one",
     mixing.one_sided_mixture: "one_sided",
@@ -221,6 +219,10 @@ def _(g, y, z, pi, rho, form, activations, implementation):
 @_mix_backward_in_place.register_fake
 def _(g, y, z, pi, rho, form, activations, implementation):
     return tuple(y.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in (z, pi, rho))
+
+
+IN_PLACE = True
+"""Whether what is compiled from now on may write a gradient over another; False to measure what that is worth."""
 
 
 def _keep(ctx, inputs, output):

@@ -107,6 +107,11 @@ def with_config(arguments: list[str], demo_config: Path) -> list[str]:
     return arguments
 
 
+def resumes_itself(arguments: list[str]) -> bool:
+    """Return whether the arguments leave it to the suite what to go on with: `--resume auto`."""
+    return f"--resume={AUTO}" in arguments or ("--resume", AUTO) in pairwise(arguments)
+
+
 def _without(option: str, arguments: list[str]) -> list[str]:
     """Return the arguments without an option and its value."""
     kept, following = [], False

@@ -18,16 +18,17 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from pretrain.arguments import PLACE, OneLineParser, one_line, with_config
+from pretrain.arguments import PLACE, OneLineParser, one_line, resumes_itself, with_config
 from pretrain.callbacks import GateStatistics, StepProgress, StopSignal, find_callback
 from pretrain.checkpoint import AtomicCheckpointIO, find_checkpoint, read_checkpoint
 from pretrain.data import PretrainData
-from pretrain.errors import UserError
+from pretrain.errors import NothingLeft, UserError
 from pretrain.metrics import CsvLogger, EventsLogger, StepMetrics
 from pretrain.module import PretrainModule
 from pretrain.plan import apply_plan
 from pretrain.policy import add_policy_arguments, check_policy, checkpoints, ends_in_one_line, policy_callbacks
 from pretrain.preflight import check_run
+from pretrain.recovery import say, settle
 from pretrain.run import METRICS, RunRecord, claimed, new_run_folder
 from pretrain.size import check_size
 from pretrain.watchdog import set_collective_timeout
@@ -220,13 +221,21 @@ def fit(
         UserError: before anything is written, whatever is wrong with configuration, data or checkpoint.
     """
     quieten_libraries()
-    arguments = with_config(sys.argv[1:] if args is None else args, demo_config)
+    given = sys.argv[1:] if args is None else args
+    arguments = with_config(given, demo_config)
     cli = PretrainCLI(model_class, data_class, prog=prog, description=description, args=arguments)
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     check_size(module, data, trainer)
     data.prepare_data()
     data.setup("fit")
-    check_run(cli)
+    try:
+        check_run(cli)
+    except NothingLeft as end:
+        if not resumes_itself(given):
+            raise
+        settle(cli.folder)  # a job that is started again after its end has nothing to do, and that is no mistake
+        say(str(end))
+        sys.exit(0)
     apply_plan(trainer, module.plan)
     stop = find_callback(trainer, StopSignal)
     with claimed(cli.folder, anew=cli.checkpoint is None) if trainer.is_global_zero else nullcontext():

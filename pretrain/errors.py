@@ -15,6 +15,10 @@ class UserError(Exception):
     """A mistake in a configuration, a file or a checkpoint. The message says in one line what, where and what to do."""
 
 
+class NothingLeft(UserError):
+    """A run to go on with is at its end."""
+
+
 def print_error(message: str) -> None:
     """Print a message as one line on stderr that a terminal can show, whatever a file has put into it."""
     line = " ".join(message.split())

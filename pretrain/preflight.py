@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from pretrain.checkpoint import check_same_architecture, find_checkpoint, read_checkpoint
-from pretrain.errors import UserError
+from pretrain.errors import NothingLeft, UserError
 from pretrain.loader import check_same_data
 from pretrain.module import PretrainModule
 from pretrain.policy import SETTINGS
@@ -56,7 +56,7 @@ def check_resume(cli: Any, preview: nn.Module, checkpoint: dict[str, Any]) -> No
     data = cli.datamodule
     check_same_data(loader_state, n_samples=len(data.train_dataset), seed=data.order_seed)
     if checkpoint["global_step"] >= plan.total_steps:
-        raise UserError(
+        raise NothingLeft(
             f"{where} is at step {checkpoint['global_step']}, and the run ends at {plan.total_steps} ({plan.limit}): "
             "raise that limit to go on"
         )

@@ -1,15 +1,18 @@
 """Which checkpoint of a run to go on from: the newest one that is whole."""
 
+import json
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
 from pretrain.atomic import settled
-from pretrain.checkpoint import BEST, LAST, NEXT, find_checkpoint, read_checkpoint
+from pretrain.checkpoint import BEST, LAST, NEXT, find_checkpoint, is_checkpoint, read_checkpoint
 from pretrain.errors import UserError
+from pretrain.run import SUMMARY, RunRecord, read_curve, write_json
 
 
 def checkpoints_of(run: Path) -> list[Path]:
@@ -95,3 +98,41 @@ def _told(checkpoint: Path) -> Path:
 def say(text: str) -> None:
     """Tell the user, once however many ranks there are."""
     print(text, flush=True)
+
+
+def completed_summary(folder: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the summary of a run whose last checkpoint is of its last step; None if it has steps to go."""
+    last = settled(folder / "checkpoints" / LAST)
+    if not is_checkpoint(last):
+        return None
+    try:
+        checkpoint = read_checkpoint(last, resumable=True, lazy=True)
+    except UserError:  # the run itself will say what is wrong with it
+        return None
+    record = checkpoint["callbacks"].get(RunRecord.__qualname__, {})
+    step = checkpoint["global_step"]
+    if step < summary["total_steps"] or record.get("final", {}).get("step") != step:
+        return None
+    plan = summary["plan"]
+    samples = step * plan["global_batch_size"]
+    unit = next((key for key in summary if key.endswith("_seen")), None)
+    seen = {unit: samples * plan["units_per_sample"]} if unit else {}
+    trained = {k: v for row in read_curve(folder)[-1:] for k, v in row.items() if k.startswith("train/")}
+    return (
+        summary
+        | seen
+        | {
+            "exit_state": "finished",
+            "step": step,
+            "final": record["final"] | trained,
+            "best": record["best"],
+        }
+    )
+
+
+def settle(run: Path) -> None:
+    """Give a run its last word that was killed between its last checkpoint and that word."""
+    file = run / SUMMARY
+    summary = completed_summary(run, json.loads(file.read_text())) if file.is_file() else None
+    if summary is not None:
+        write_json(file, summary)

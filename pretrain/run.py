@@ -1,5 +1,6 @@
 """The folder a run leaves: its configuration, its summary, and where they lie."""
 
+import csv
 import fcntl
 import json
 import math
@@ -123,6 +124,21 @@ def samples_consumed(trainer: L.Trainer) -> int:
     """Return the samples that training has read so far, over all ranks and earlier lives of the run."""
     loader: Any = trainer.train_dataloader
     return loader.samples_consumed if loader is not None else 0
+
+
+def read_curve(folder: Path) -> list[dict[str, float]]:
+    """Return the rows of a run's metrics.csv, without empty cells and without a line that a kill has cut short."""
+    file = folder / METRICS
+    if not file.is_file():
+        return []
+    rows = []
+    with file.open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            try:
+                rows.append({name: float(value) for name, value in row.items() if name and value})
+            except (TypeError, ValueError):
+                continue
+    return [row for row in rows if "step" in row]
 
 
 def _json_values(value: Any) -> Any:

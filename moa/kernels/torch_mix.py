@@ -32,7 +32,7 @@ Gradients = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 # Bytes of a block of rows, for each thread: small enough that the few blocks at work at a time stay in its cache.
 BLOCK_BYTES = 2**18
 
-# The same where the compiled loop writes over its input: inductor then goes by way of a temporary, kept in cache.
+# The same where the compiled loop writes over its input, for which inductor takes a temporary: it stays in cache.
 IN_PLACE_BLOCK_BYTES = 2**21
 
 # Makes inductor write everything in one loop over y, z and g. Left to itself it stores what several outputs share, and
@@ -83,15 +83,14 @@ def backward(
         the others: as in `forward`.
     """
     compiled = compiled and y.numel() > 0
+    gates: Any = (every_token(pi, y), every_token(rho, y)) if compiled else (pi, rho)
     if compiled and not in_place:
-        gates: Any = every_token(pi, y), every_token(rho, y)
         grad_y, grad_z, sums_pi, sums_rho = compiled_rows(backward_rows, form, tuple(names))(g, y, z, *gates)
     else:
         grad_y = g if in_place else torch.empty(y.shape, dtype=y.dtype, device=y.device)
         grad_z = None if z is None else torch.empty(y.shape, dtype=y.dtype, device=y.device)
         sums_pi, sums_rho = (None if w is None else widened(y.new_empty(len(y), w.shape[-1])) for w in (pi, rho))
         write = compiled_rows(write_rows, form, tuple(names)) if compiled else partial(write_rows, form, tuple(names))
-        gates = (every_token(pi, y), every_token(rho, y)) if compiled else (pi, rho)
         for rows in blocks(y, IN_PLACE_BLOCK_BYTES if compiled else BLOCK_BYTES):
             g_rows = g[rows]  # one view for both uses: Dynamo would not see through two
             places = [None if t is None else t[rows] for t in (grad_z, sums_pi, sums_rho)]
@@ -101,7 +100,7 @@ def backward(
 
 
 def blocks(y: Tensor, bytes_of_thread: int) -> Iterator[slice]:
-    """Cuts the rows of y into blocks that stay in cache, of about equal length; one at least, also of no rows."""
+    """Cuts the rows of y into blocks of equal length, but for the last, that stay in cache; one also of no rows."""
     count = 1
     if y.device.type == "cpu":
         keep_freed_memory()

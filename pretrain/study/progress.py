@@ -5,8 +5,9 @@ import time
 
 from tqdm.auto import tqdm
 
+from pretrain.run import read_curve
 from pretrain.study.grid import Run
-from pretrain.study.store import DIVERGED, FINISHED, OPEN, Standing, Store, read_curve
+from pretrain.study.store import DIVERGED, FINISHED, OPEN, Standing, Store
 
 REFRESH_SECONDS = 2.0
 

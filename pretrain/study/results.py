@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import UserError
+from pretrain.run import read_curve
 from pretrain.study.grid import Run
-from pretrain.study.store import FINISHED, Store, read_curve
+from pretrain.study.store import FINISHED, Store
 
 FORMAT = 1
 RESULTS = "results.json.gz"

@@ -8,7 +8,6 @@ RUNS/LABEL-KEY/       one folder for a run, found by its key
   .lock               held by whoever works on it, and by the run itself
 """
 
-import csv
 import fcntl
 import json
 import os
@@ -20,9 +19,10 @@ from typing import Any
 import yaml
 
 from pretrain.atomic import settled
-from pretrain.checkpoint import LAST, is_checkpoint, read_checkpoint
+from pretrain.checkpoint import LAST, is_checkpoint
 from pretrain.errors import UserError
-from pretrain.run import CONFIG, LOCK, METRICS, SUMMARY, RunRecord, write_atomically
+from pretrain.recovery import completed_summary
+from pretrain.run import CONFIG, LOCK, SUMMARY, write_atomically
 from pretrain.study.grid import Run
 from pretrain.study.settings import nested
 
@@ -109,7 +109,7 @@ class Store:
         """Return how a run stands, after giving its last word to one that was killed between its end and that word."""
         standing = self.standing(run)
         if standing.state == OPEN and standing.folder is not None:
-            summary = _completed(standing.folder, standing.summary)
+            summary = completed_summary(standing.folder, standing.summary)
             if summary is not None:
                 write_atomically(standing.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
                 return Standing(FINISHED, standing.folder, summary)
@@ -137,53 +137,8 @@ class Store:
         return next((line.strip().removeprefix("error: ") for line in reversed(lines) if line.strip()), "no word")
 
 
-def read_curve(folder: Path) -> list[dict[str, float]]:
-    """Return the rows of a run's metrics.csv, without empty cells and without a line that a kill has cut short."""
-    file = folder / METRICS
-    if not file.is_file():
-        return []
-    rows = []
-    with file.open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            try:
-                rows.append({name: float(value) for name, value in row.items() if name and value})
-            except (TypeError, ValueError):
-                continue
-    return [row for row in rows if "step" in row]
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({error}): delete its folder, and the run is done again") from error
-
-
-def _completed(folder: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the summary of a run whose last checkpoint is of its last step; None if it has steps to go."""
-    last = settled(folder / "checkpoints" / LAST)
-    if not is_checkpoint(last):
-        return None
-    try:
-        checkpoint = read_checkpoint(last, resumable=True, lazy=True)
-    except UserError:  # the run itself will say what is wrong with it
-        return None
-    record = checkpoint["callbacks"].get(RunRecord.__qualname__, {})
-    step = checkpoint["global_step"]
-    if step < summary["total_steps"] or record.get("final", {}).get("step") != step:
-        return None
-    plan = summary["plan"]
-    samples = step * plan["global_batch_size"]
-    unit = next((key for key in summary if key.endswith("_seen")), None)
-    seen = {unit: samples * plan["units_per_sample"]} if unit else {}
-    trained = {k: v for row in read_curve(folder)[-1:] for k, v in row.items() if k.startswith("train/")}
-    return (
-        summary
-        | seen
-        | {
-            "exit_state": FINISHED,
-            "step": step,
-            "final": record["final"] | trained,
-            "best": record["best"],
-        }
-    )
