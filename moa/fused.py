@@ -187,25 +187,6 @@ def _mix_backward(
     return grad_y, grad_z, grad_pi, grad_rho
 
 
-@torch.library.custom_op("moa::mix_backward_", mutates_args=("g",))
-def _mix_backward_in_place(
-    g: Tensor,
-    y: Tensor,
-    z: Tensor | None,
-    pi: Tensor,
-    rho: Tensor | None,
-    form: str,
-    activations: str,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`_mix_backward` with the gradient of y in place of g."""
-    with torch.autocast(y.device.type, enabled=False):
-        backward = _kernels(implementation).backward
-        _, *grads = backward(form, g, y, z, pi, rho, activations.split(), in_place=True)
-    grad_z, grad_pi, grad_rho = (y.new_empty(0) if grad is None else grad for grad in grads)
-    return grad_z, grad_pi, grad_rho
-
-
 @_mix.register_fake
 def _(y, z, pi, rho, form, activations, implementation):
     return y.new_empty(y.shape)
@@ -216,15 +197,6 @@ def _(g, y, z, pi, rho, form, activations, implementation):
     return tuple(y.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in (y, z, pi, rho))
 
 
-@_mix_backward_in_place.register_fake
-def _(g, y, z, pi, rho, form, activations, implementation):
-    return tuple(y.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in (z, pi, rho))
-
-
-IN_PLACE = True
-"""Whether what is compiled from now on may write a gradient over another; False to measure what that is worth."""
-
-
 def _keep(ctx, inputs, output):
     y, z, pi, rho, *ctx.constants = inputs
     ctx.save_for_backward(y, z, pi, rho)
@@ -232,13 +204,7 @@ def _keep(ctx, inputs, output):
 
 def _differentiate(ctx, g):
     y, z, pi, rho = ctx.saved_tensors
-    if IN_PLACE and ctx.constants[-1] == "inductor" and torch.compiler.is_compiling() and g.is_contiguous():
-        # Others may hold g, so a copy is written over. A compiler, which sees who does, makes none where nobody reads
-        # g afterwards: in a feed-forward layer. SwiGLU's gradient goes over g too; fresh pages would take longer.
-        grad_y = g.clone()
-        grad_z, grad_pi, grad_rho = _mix_backward_in_place(grad_y, y, z, pi, rho, *ctx.constants)
-    else:
-        grad_y, grad_z, grad_pi, grad_rho = _mix_backward(g, y, z, pi, rho, *ctx.constants)
+    grad_y, grad_z, grad_pi, grad_rho = _mix_backward(g, y, z, pi, rho, *ctx.constants)
     return grad_y, None if z is None else grad_z, grad_pi, None if rho is None else grad_rho, None, None, None
 
 

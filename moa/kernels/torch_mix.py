@@ -16,7 +16,7 @@ Shapes: N tokens, D channels, m activations, R mixing weights of a token: m, or 
 import math
 import types
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,9 +31,6 @@ Gradients = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 # Bytes of a block of rows, for each thread: small enough that the few blocks at work at a time stay in its cache.
 BLOCK_BYTES = 2**18
-
-# The same where the compiled loop writes over its input, for which inductor takes a temporary: it stays in cache.
-IN_PLACE_BLOCK_BYTES = 2**21
 
 # Makes inductor write everything in one loop over y, z and g. Left to itself it stores what several outputs share, and
 # splits the work into several passes through memory.
@@ -60,7 +57,7 @@ def forward(
     if compiled and y.numel():
         return compiled_rows(forward_rows, form, tuple(names))(y, z, every_token(pi, y), every_token(rho, y))
     h = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    for rows in blocks(y, BLOCK_BYTES):
+    for rows in blocks(y):
         h[rows] = forward_rows(form, tuple(names), y[rows], *of_rows(rows, z, pi, rho))
     return h
 
@@ -74,41 +71,31 @@ def backward(
     rho: Tensor | None,
     names: Sequence[str],
     compiled: bool = False,
-    in_place: bool = False,
 ) -> Gradients:
-    """The gradients of y, z, pi and rho, each of the shape and type of its tensor.
-
-    Args:
-        in_place: writes the gradient of y over g, which is of the type of y and no view that repeats an entry.
-        the others: as in `forward`.
-    """
-    compiled = compiled and y.numel() > 0
-    gates: Any = (every_token(pi, y), every_token(rho, y)) if compiled else (pi, rho)
-    if compiled and not in_place:
+    """The gradients of y, z, pi and rho, each of the shape and type of its tensor; arguments as in `forward`."""
+    if compiled and y.numel():
+        gates = every_token(pi, y), every_token(rho, y)
         grad_y, grad_z, sums_pi, sums_rho = compiled_rows(backward_rows, form, tuple(names))(g, y, z, *gates)
     else:
-        grad_y = g if in_place else torch.empty(y.shape, dtype=y.dtype, device=y.device)
-        grad_z = None if z is None else torch.empty(y.shape, dtype=y.dtype, device=y.device)
+        grad_y = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+        grad_z = None if z is None else torch.empty_like(grad_y)
         sums_pi, sums_rho = (None if w is None else widened(y.new_empty(len(y), w.shape[-1])) for w in (pi, rho))
-        write = compiled_rows(write_rows, form, tuple(names)) if compiled else partial(write_rows, form, tuple(names))
-        for rows in blocks(y, IN_PLACE_BLOCK_BYTES if compiled else BLOCK_BYTES):
-            g_rows = g[rows]  # one view for both uses: Dynamo would not see through two
-            places = [None if t is None else t[rows] for t in (grad_z, sums_pi, sums_rho)]
-            places = [g_rows if in_place else grad_y[rows], *places]
-            write(places, g_rows, y[rows], *of_rows(rows, z, *gates))
+        for rows in blocks(y):
+            block = backward_rows(form, tuple(names), g[rows], y[rows], *of_rows(rows, z, pi, rho))
+            for whole, part in zip((grad_y, grad_z, sums_pi, sums_rho), block, strict=True):
+                if whole is not None:
+                    whole[rows] = part
     return grad_y, grad_z, over_tokens(sums_pi, pi), None if rho is None else over_tokens(sums_rho, rho)
 
 
-def blocks(y: Tensor, bytes_of_thread: int) -> Iterator[slice]:
-    """Cuts the rows of y into blocks of equal length, but for the last, that stay in cache; one also of no rows."""
-    count = 1
+def blocks(y: Tensor) -> Iterator[slice]:
+    """Cuts the rows of y into blocks that stay in cache; at least one, also of no rows."""
+    block = len(y)
     if y.device.type == "cpu":
         keep_freed_memory()
         row_bytes = 4 * max(1, y.shape[1])
-        block = max(1, torch.get_num_threads() * bytes_of_thread // row_bytes)
-        count = max(1, math.ceil(len(y) / block))
-    block = max(1, math.ceil(len(y) / count))
-    for start in range(0, max(1, len(y)), block):
+        block = max(1, torch.get_num_threads() * BLOCK_BYTES // row_bytes)
+    for start in range(0, max(1, len(y)), max(1, block)):
         yield slice(start, start + block)
 
 
@@ -174,22 +161,6 @@ def backward_rows(
     grad_y, grad_z, *sums = FORMS[form].backward(parts, widened(g), at_y, at_z, *gates)
     sums = [None if s is None else torch.stack(out_of_basis(s, names, parts), dim=-1) for s in sums]
     return grad_y.to(y.dtype), None if grad_z is None else grad_z.to(y.dtype), *sums
-
-
-def write_rows(
-    form: str,
-    names: tuple[str, ...],
-    into: Sequence[Tensor | None],
-    g: Tensor,
-    y: Tensor,
-    z: Tensor | None,
-    pi: Tensor,
-    rho: Tensor | None,
-) -> None:
-    """Writes what `backward_rows` returns into the tensors that wait for it, of which g may be one."""
-    for place, part in zip(into, backward_rows(form, names, g, y, z, pi, rho), strict=True):
-        if place is not None:
-            place.copy_(part)
 
 
 # A mixture needs no leaky ReLU of its own: it is a sum of others.
