@@ -131,13 +131,6 @@ def test_the_operation_keeps_the_rules_of_torch_library(form):
     torch.library.opcheck(torch.ops.moa.mix.default, (*inputs, form, " ".join(names), "torch"))
 
 
-def hooked(h):
-    if not torch.compiler.is_compiling():
-        h.retain_grad()
-        h.register_hook(lambda gradient: 2 * gradient)
-    return h.sin()
-
-
 USES = {
     "returned": lambda h, w: h,
     "once": lambda h, w: h @ w,
@@ -146,7 +139,6 @@ USES = {
     "beside another reader of its gradient": lambda h, w: (h + w.sum(0)) @ w,
     "beside one of all its gradient": lambda h, w: h + h.detach() * w.sum(0),
     "transposed": lambda h, w: (w @ h.mT).mT,
-    "hooked": lambda h, w: hooked(h) @ w,
     "cut": lambda h, w: h[:, ::2].square(),
 }
 
