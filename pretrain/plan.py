@@ -134,7 +134,7 @@ def _refuse_values_out_of_range(trainer: L.Trainer) -> None:
         "val_check_interval": getattr(trainer, "val_check_interval", None),
         "log_every_n_steps": trainer.log_every_n_steps,  # type: ignore[attr-defined]
     }
-    clip = trainer.gradient_clip_val  # type: ignore[attr-defined]
+    clip = trainer.gradient_clip_val
     if clip is not None and not 0 <= clip < math.inf:
         raise UserError(f"trainer.gradient_clip_val is {clip}: give the largest norm (or value), or 0 for no clipping")
     if trainer.check_val_every_n_epoch is not None and trainer.check_val_every_n_epoch < 1:
