@@ -16,6 +16,7 @@ from torch import nn
 from pretrain.errors import UserError
 from pretrain.metrics import StepMetrics, check_finite
 from pretrain.paths import user_path
+from pretrain.untrusted import check_archive, check_content
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"
@@ -60,7 +61,9 @@ def read_checkpoint(file: str | Path, resumable: bool = False) -> dict[str, Any]
     if not zipfile.is_zipfile(file):
         raise UserError(f"{file} is no readable checkpoint (empty, cut short or of another kind): use another one")
     try:
+        check_archive(file)
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        check_content(checkpoint)
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{file} is no readable checkpoint: it holds more than tensors and plain values, and nothing is executed"

@@ -40,7 +40,7 @@ def check_size(module: Any, data: Any, trainer: L.Trainer) -> None:
 
     width = 2 if str(trainer.precision).endswith("16-true") else 4
     try:
-        parameters = module.parameter_counts()["total"]
+        parameters, per_sample = module.least_sizes(data)
     except ValueError as error:
         raise UserError(str(error)) from error
     # Weights, their gradients and one running mean of these, sharded over all devices and offloaded to their hosts.
@@ -52,7 +52,7 @@ def check_size(module: Any, data: Any, trainer: L.Trainer) -> None:
             f"the model has {parameters:,} parameters and needs {_gigabytes(needed)} or more with gradients and "
             f"optimizer, and there are {_gigabytes(together)}: make it smaller, or take more devices"
         )
-    needed = data.micro_batch_size * module.numbers_per_sample(data) * 2  # in 16 bits
+    needed = data.micro_batch_size * per_sample * 2  # in 16 bits
     if needed > memory:
         raise UserError(
             f"data.micro_batch_size is {data.micro_batch_size:,}: so many samples need {_gigabytes(needed)} or more, "

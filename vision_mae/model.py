@@ -265,6 +265,8 @@ class MaskedAutoencoder(nn.Module):
         nn.init.normal_(self.decoder.mask_token, std=INIT_STD)
         side = self.config.image_size // self.config.patch_size
         for module in (self, self.decoder):
+            if module.positions.is_meta:  # the table itself takes memory
+                continue
             module.positions.copy_(sincos_table(module.positions.shape[-1], side))
 
     def _reset_projection(self, layer: nn.Linear | nn.Conv2d) -> None:
