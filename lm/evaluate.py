@@ -75,7 +75,7 @@ def evaluate(
     weights = find_checkpoint(checkpoint)
     file = Path(output) if output else beside_run(weights, f"evaluation{'' if tasks is None else '_tasks'}.json")
     check_output(file)
-    module, run = load_module(LanguageModule, weights)
+    module, run = load_module(LanguageModule, weights, data_class=TextData)
     text = TextData(**run["data"] | given)
     module.check_data(text)
     length = window or text.sequence_length

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from lm.data.module import TextData
 from lm.hf_format import is_plain
 from lm.hf_write import DType, write_model
 from lm.model import Llama
@@ -32,7 +33,7 @@ def export(checkpoint: str, output: str, to: Literal["hf"] = "hf", dtype: DType 
     """
     folder, file = Path(output), find_checkpoint(checkpoint)
     _check_free(folder)
-    module, run = load_module(LanguageModule, file)
+    module, run = load_module(LanguageModule, file, data_class=TextData)
     model, tokenizer = module.model, load_tokenizer(run["data"]["tokenizer"])
     assert isinstance(model, Llama)
     step, summary = read_checkpoint(file, lazy=True).get("global_step", 0), read_summary(file)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from jsonargparse.typing import PositiveInt
 
+from lm.data.module import TextData
 from lm.module import LanguageModule
 from lm.prompts import read_prompt, read_prompts
 from lm.sampling import check_settings
@@ -60,7 +61,7 @@ def write(
     if output is not None:
         check_output(output)
     file, place = find_checkpoint(checkpoint), choose_device(device)
-    module, run = load_module(LanguageModule, file)
+    module, run = load_module(LanguageModule, file, data_class=TextData)
     model: Any = module.model
     model.to(place, getattr(torch, dtype))
     tokenizer, max_length = load_tokenizer(run["data"]["tokenizer"]), run["data"]["sequence_length"]

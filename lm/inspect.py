@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 import moa
+from lm.data.module import TextData
 from lm.mixes import model_mixes
 from lm.module import LanguageModule
 from lm.passage import chosen_tokens, pieces, segments, token_names
@@ -41,7 +42,7 @@ def inspect(
     """
     inspection.check_top(top)
     folder = inspection.output_folder(checkpoint, output)
-    module, run = load_module(LanguageModule, checkpoint)
+    module, run = load_module(LanguageModule, checkpoint, data_class=TextData)
     kind = module.config.ffn.kind
     inspection.check_kind(kind, moa.kinds("la", "moa"), checkpoint)
     chosen = inspection.choose_layers(layers, module.config.n_layers)

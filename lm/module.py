@@ -158,8 +158,9 @@ class LanguageModule(PretrainModule):
             "activated_roles": activated,
         }
 
-    def numbers_per_sample(self, data: Any) -> int:
-        return self.config.n_layers * data.sequence_length * self.config.d_model  # what enters each block
+    def least_sizes(self, data: Any) -> tuple[int, int]:
+        enters_blocks = self.config.n_layers * data.sequence_length * self.config.d_model
+        return self.parameter_counts()["total"], enters_blocks
 
     def flops_per_unit(self) -> float:
         assert self.plan is not None

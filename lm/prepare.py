@@ -4,7 +4,8 @@ import shlex
 
 from jsonargparse import ArgumentParser
 
-from lm.data.prepared import SHARD_TOKENS, Manifest, prepare
+from lm.data.manifest import Manifest
+from lm.data.prepared import SHARD_TOKENS, prepare
 from pretrain.errors import UserError, command
 
 

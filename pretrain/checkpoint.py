@@ -20,6 +20,7 @@ from pretrain.faults import StepGuard
 from pretrain.metrics import check_finite
 from pretrain.paths import user_path
 from pretrain.shards import assembled, is_shard_folder, read_shards
+from pretrain.untrusted import check_archive, check_content
 
 LAST = "last.ckpt"
 NEXT = "next.ckpt"  # whole, and about to become last.ckpt
@@ -89,7 +90,10 @@ def _read_file(file: str | Path) -> Any:
     if not zipfile.is_zipfile(file):
         raise UserError(f"{file} is no readable checkpoint (empty, cut short or of another kind): use another one")
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        check_archive(file)
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        check_content(checkpoint)
+        return checkpoint
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{file} is no readable checkpoint: it holds more than tensors and plain values, and nothing is executed"

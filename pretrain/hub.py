@@ -1,6 +1,7 @@
 """Datasets by name: how a source on the Hugging Face hub is written, and the `datasets` library, quiet."""
 
 import re
+from functools import cache
 from typing import Any
 
 from pretrain.errors import UserError
@@ -16,6 +17,17 @@ def hub_dataset(source: str) -> tuple[str, str | None, str]:
     if match is None:
         raise UserError(f"{source} is no Hugging Face dataset: write NAME, NAME:SUBSET or NAME:SUBSET:SPLIT")
     return match["name"], match["subset"] or None, match["split"] or "train"
+
+
+@cache  # one answer for a process, whatever happens on the hub meanwhile
+def hub_revision(source: str) -> str | None:
+    """The commit that a dataset on the hub is at; None if the hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(hub_dataset(source)[0], timeout=10).sha
+    except Exception:  # many kinds, as when it is opened, which then says what is wrong
+        return None
 
 
 def quiet_datasets() -> Any:

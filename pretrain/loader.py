@@ -1,6 +1,6 @@
 """Batches of a dataset: the training loader that resumes exactly, and the evaluation loader that reads all once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from pretrain.errors import UserError
 from pretrain.order import SampleStream
+
+PROBLEM = "_problem"  # the key of what is wrong, in a batch that could not be made
 
 
 class WeightedDataset(Protocol):
@@ -90,7 +92,7 @@ class TrainLoader:
             if number % per_step == 0:
                 self.steps_done += 1
                 self.samples_consumed += self.global_batch_size
-            yield batch
+            yield _told(batch)
 
     def state_dict(self) -> dict[str, int]:
         return {
@@ -145,13 +147,42 @@ class _WithStepTargets(Dataset):
     def __getitem__(self, item: tuple[int, int, int]) -> tuple[Any, int]:
         index, position, step_targets = item
         if hasattr(self.dataset, "draw"):
-            return self.dataset.draw(index, position), step_targets
-        return self.dataset[index], step_targets
+            return _outcome(self.dataset.draw, index, position), step_targets
+        return _outcome(self.dataset.__getitem__, index), step_targets
 
 
-def _collate(items: list[tuple[dict[str, torch.Tensor], int]]) -> dict[str, Any]:
-    batch = torch.utils.data.default_collate([sample for sample, _ in items])
-    return {**batch, "step_targets": items[0][1]}
+class _WithOutcomes(Dataset):
+    """Fetch samples, or what is wrong with them."""
+
+    def __init__(self, dataset: WeightedDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return _outcome(self.dataset.__getitem__, index)
+
+
+def _outcome(fetch: Callable[..., Any], *arguments: int) -> Any:
+    """Return a sample, or the UserError in its place: out of a worker process it would come as a traceback."""
+    try:
+        return fetch(*arguments)
+    except UserError as error:
+        return error
+
+
+def _collate_outcomes(samples: list[Any]) -> Any:
+    error = next((sample for sample in samples if isinstance(sample, UserError)), None)
+    return torch.utils.data.default_collate(samples) if error is None else {PROBLEM: str(error)}
+
+
+def _collate(items: list[tuple[Any, int]]) -> dict[str, Any]:
+    return {**_collate_outcomes([sample for sample, _ in items]), "step_targets": items[0][1]}
+
+
+def _told(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch, or raise what was wrong with one of its samples."""
+    if PROBLEM in batch:
+        raise UserError(batch[PROBLEM])
+    return batch
 
 
 class EvaluationLoader:
@@ -184,13 +215,14 @@ class EvaluationLoader:
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         if self._loader is None:
             self._loader = DataLoader(
-                self.dataset,  # type: ignore[arg-type]
+                _WithOutcomes(self.dataset),
                 batch_sampler=self._batches(),
                 num_workers=self.num_workers,
+                collate_fn=_collate_outcomes,
                 pin_memory=self.pin_memory,
                 persistent_workers=self.num_workers > 0,  # started once, not at every validation
             )
-        return iter(self._loader)
+        return map(_told, self._loader)
 
     def _batches(self) -> list[list[int]]:
         stride = self.batch_size * self.world_size

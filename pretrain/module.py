@@ -93,8 +93,8 @@ class PretrainModule(L.LightningModule):
         """Return the numbers of parameters: `total`, `activated` and `roles` ({role: number})."""
         raise NotImplementedError
 
-    def numbers_per_sample(self, data: Any) -> int:
-        """Return how many numbers training holds of one sample at least, to refuse what cannot fit."""
+    def least_sizes(self, data: Any) -> tuple[int, int]:
+        """Return the parameters, and the numbers held of one sample in training, at least; see `pretrain.size`."""
         raise NotImplementedError
 
     def build_model(self) -> nn.Module:

@@ -1,5 +1,6 @@
 """A trained encoder as a classifier: the linear probe and fine-tuning, as runs of the suite's own machinery."""
 
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -90,7 +91,7 @@ class ClassifierModule(PretrainModule):
         for name, value, limit in (("drop_path", drop_path, 1), ("label_smoothing", label_smoothing, 1)):
             if not 0 <= value < limit:
                 raise UserError(f"model.{name} is {value}: it has to lie in [0, {limit})")
-        if mixup < 0 or cutmix < 0:
+        if not (0 <= mixup < math.inf and 0 <= cutmix < math.inf):
             raise UserError("model.mixup and model.cutmix have to be 0 or more")
         if not 0 < layer_decay <= 1:
             raise UserError(f"model.layer_decay is {layer_decay}: it has to lie in (0, 1]")
@@ -185,6 +186,9 @@ class ClassifierModule(PretrainModule):
         head = sum(size for name, size in sizes.items() if name.startswith("head."))
         total = sum(sizes.values())
         return {"total": total, "activated": total, "roles": {"encoder": total - head, "head": head}}
+
+    def least_sizes(self, data: Any) -> tuple[int, int]:
+        return 0, self.config.n_patches * self.config.patch_values  # the weights are there already, in the checkpoint
 
     def flops_per_unit(self) -> float:
         return encoder_flops(self.config) * (1 if self.task == "linear" else 3)

@@ -50,7 +50,7 @@ def evaluate_knn(
         pool: token, the class token's features, avg, the mean over the patches, or patches, all of them side by side.
     """
     ProbeConfig(k=k, temperature=temperature)  # for its checks
-    module, _ = load_module(MaskedAutoencoderModule, checkpoint)
+    module, _ = load_module(MaskedAutoencoderModule, checkpoint, data_class=ImageData)
     check_same_pictures(module.config, data)
     data.prepare_data()
     data.setup("validate")
@@ -67,7 +67,7 @@ def evaluate_knn(
 
 def inherited_arguments(checkpoint: str) -> list[str]:
     """Return the options that make the data fit the pre-trained model."""
-    module, run = load_module(MaskedAutoencoderModule, checkpoint, weights=False)
+    module, run = load_module(MaskedAutoencoderModule, checkpoint, weights=False, data_class=ImageData)
     settings = {name: run["data"][name] for name in INHERITED if name in run["data"]}
     settings |= {name: getattr(module.config, name) for name in module.data_links()}
     return [

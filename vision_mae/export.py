@@ -13,6 +13,7 @@ from pretrain.atomic import locked, partial_folder, publish, readable_as_usual
 from pretrain.cli import OneLineParser
 from pretrain.errors import UserError, command
 from pretrain.reload import load_module
+from vision_mae.data.module import ImageData
 from vision_mae.encoder import ARCHITECTURES, TIMM_LAYERS, encoder_weights, timm_arguments, timm_layer, timm_names
 from vision_mae.model import MAEConfig, MaskedAutoencoder, ViTFFNConfig
 from vision_mae.module import MaskedAutoencoderModule
@@ -31,7 +32,7 @@ def export(checkpoint: str, output: str) -> None:
         checkpoint: Folder of a run, or one of its checkpoints.
         output: The folder to make.
     """
-    module, run = load_module(MaskedAutoencoderModule, checkpoint)
+    module, run = load_module(MaskedAutoencoderModule, checkpoint, data_class=ImageData)
     model, folder = module.model, Path(output)
     assert isinstance(model, MaskedAutoencoder)
     if folder.exists():

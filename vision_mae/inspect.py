@@ -41,7 +41,7 @@ def inspect(
     """
     inspection.check_top(top)
     folder = inspection.output_folder(checkpoint, output)
-    module, run = load_module(MaskedAutoencoderModule, checkpoint)
+    module, run = load_module(MaskedAutoencoderModule, checkpoint, data_class=ImageData)
     kind = module.config.ffn.kind
     inspection.check_kind(kind, moa.kinds("la", "moa"), checkpoint)
     model: Any = module.model

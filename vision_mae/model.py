@@ -104,6 +104,8 @@ class MAEConfig:
             raise ValueError(f"model.in_channels is {self.in_channels}: it has to be 1 (grey) or 3 (colour)")
         if self.init not in ("timm", "xavier"):
             raise ValueError(f"model.init {self.init!r} is unknown: choose one of timm, xavier")
+        if not 0 <= self.mask_ratio <= 1:
+            raise ValueError(f"model.mask_ratio is {self.mask_ratio}: it has to lie between 0 and 1")
         halves = ((self.d, self.heads or 1, ""), (self.decoder_width, self.decoder_heads, "decoder_"))
         for width, heads, prefix in halves:
             if width % 4 or width % heads:
@@ -263,6 +265,8 @@ class MaskedAutoencoder(nn.Module):
         nn.init.normal_(self.decoder.mask_token, std=INIT_STD)
         side = self.config.image_size // self.config.patch_size
         for module in (self, self.decoder):
+            if module.positions.is_meta:  # the table itself takes memory
+                continue
             module.positions.copy_(sincos_table(module.positions.shape[-1], side))
 
     def _reset_projection(self, layer: nn.Linear | nn.Conv2d) -> None:

@@ -175,11 +175,12 @@ class MaskedAutoencoderModule(PretrainModule):
         total = sum(roles.values())
         return {"total": total, "activated": total, "roles": roles}
 
-    def numbers_per_sample(self, data: Any) -> int:
-        config = self.config  # the picture, and what enters each block
-        encoder = config.n_visible * config.d * (config.depth or 0)
-        decoder = config.n_patches * config.decoder_width * config.decoder_depth
-        return config.n_patches * config.patch_values + encoder + decoder
+    def least_sizes(self, data: Any) -> tuple[int, int]:
+        config = self.config
+        picture = config.n_patches * config.patch_values
+        enters_encoder = config.n_visible * config.d * (config.depth or 0)
+        enters_decoder = config.n_patches * config.decoder_width * config.decoder_depth
+        return self.parameter_counts()["total"], picture + enters_encoder + enters_decoder
 
     def flops_per_unit(self) -> float:
         return flops_per_image(self.config)

@@ -16,6 +16,7 @@ from pretrain.errors import UserError
 from pretrain.hub import HUB_SOURCE, hub_dataset
 from pretrain.hub import quiet_datasets as _datasets
 from pretrain.hub import reason as _reason
+from pretrain.memory import host_memory
 from pretrain.paths import user_path
 
 KINDS = (".txt", ".jsonl", ".parquet")
@@ -24,6 +25,9 @@ SUPPORTED = "files may be .txt, .jsonl or .parquet, each also .gz or .zst"
 # Names that end like a file are never taken for a dataset on the hub.
 FILE_SUFFIXES = (*KINDS, *COMPRESSIONS, ".json", ".csv", ".tsv", ".zip", ".tar", ".arrow", ".md", ".bin")
 BATCH_ROWS = 64
+READ_BYTES = 1 << 24
+# A document is held as bytes, as text and as tokens; from a compressed file it may be a thousand times its size.
+MEMORY_PER_DOCUMENT = 16
 
 
 @dataclass
@@ -71,6 +75,7 @@ def read_documents(
     text_field: str = "text",
     max_bad: int = 0,
     report: ReadReport | None = None,
+    revision: str | None = None,
 ) -> Iterator[str]:
     """Stream the documents of `source`, always in the same order.
 
@@ -83,6 +88,7 @@ def read_documents(
         text_field: the field that holds the text, in .jsonl, .parquet and hub datasets.
         max_bad: how many broken rows may be left out; one more is an error.
         report: filled in while reading.
+        revision: commit of a dataset on the hub; None: the newest.
 
     Raises:
         UserError: at the call when the source cannot be found; while reading when it is unreadable, has more than
@@ -91,7 +97,7 @@ def read_documents(
     report = ReadReport() if report is None else report
     found = find_files(source)
     if found is None:
-        rows = _hub_rows(source, text_field)
+        rows = _hub_rows(source, text_field, revision)
     else:
         report.ignored_files = found.ignored
         rows = _file_rows(found.files, text_field)
@@ -113,6 +119,8 @@ def find_files(source: str) -> SourceFiles | None:
         if file_kind(path) is None:
             raise UserError(f"{source} is of no supported kind: {SUPPORTED}")
         return SourceFiles([path], 0)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{source} is a pipe or a device: write its content into a file first")
     if path.is_dir():
         candidates = [file for file in path.rglob("*") if not _hidden(file.relative_to(path))]
         where = f"the folder {source}"
@@ -199,15 +207,32 @@ def _text_rows(files: list[Path], text_field: str) -> Iterator[Row]:
 
 def read_bytes(files: list[str]) -> Iterator[dict[str, Any]]:
     """The rows of .txt files (the whole file) and .jsonl files (a line) as {"file", "row" from 1, "data" in bytes}."""
+    limit = host_memory() // MEMORY_PER_DOCUMENT
     for file in files:
         number = 0
         try:
             with _open_plain(Path(file)) as stream:
-                for data in [stream.read()] if file_kind(Path(file)) == ".txt" else stream:
+                is_whole = file_kind(Path(file)) == ".txt"
+                for data in [_read_up_to(stream, limit)] if is_whole else iter(lambda: stream.readline(limit + 1), b""):
                     number += 1
+                    if len(data) > limit:
+                        raise UserError(
+                            f"{file}, row {number}: more than {limit:,} bytes, too much for one document on this "
+                            "machine: split it"
+                        )
                     yield {"file": file, "row": number, "data": data}
+        except UserError:
+            raise
         except Exception as error:
             raise _unreadable(file, number, error) from error
+
+
+def _read_up_to(stream: BinaryIO, limit: int) -> bytes:
+    """The rest of a stream, or somewhat more than `limit` bytes of it; `read(limit)` would allocate them at once."""
+    pieces: list[bytes] = []
+    while sum(map(len, pieces)) <= limit and (piece := stream.read(READ_BYTES)):
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 def _open_plain(file: Path) -> BinaryIO:
@@ -263,10 +288,10 @@ def _parquet_rows(file: Path, text_field: str) -> Iterator[Row]:
             raise _unreadable(file, number, error) from error
 
 
-def _hub_rows(source: str, text_field: str) -> Iterator[Row]:
+def _hub_rows(source: str, text_field: str, revision: str | None) -> Iterator[Row]:
     name, subset, split = hub_dataset(source)
     try:
-        stream = _datasets().load_dataset(name, subset, split=split, streaming=True)
+        stream = _datasets().load_dataset(name, subset, split=split, revision=revision, streaming=True)
         names = stream.column_names
     except Exception as error:  # many kinds: no network, offline mode, unknown name, subset or split, gated
         raise UserError(

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from lm.data.manifest import is_prepared
 from lm.data.packing import PackedTokens
-from lm.data.prepared import PreparedSplit, cached_prepare, is_prepared, open_prepared
+from lm.data.prepared import cached_prepare
+from lm.data.split import PreparedSplit, open_prepared
 from lm.tokenizers import Tokenizer, load_tokenizer
 from pretrain.data import PretrainData, check_vendored
 from pretrain.errors import UserError

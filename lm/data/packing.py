@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lm.data.prepared import PreparedSplit
+from lm.data.split import PreparedSplit
 from pretrain.errors import UserError
 
 IGNORED = -100  # the target that cross-entropy leaves out

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,171 +21,15 @@ from tqdm import tqdm
 
 from lm.data.documents import ReadReport, find_files, read_documents
 from lm.data.encode import MAX_WORKERS, EncodedChunks, available_cores, encode_chunks, split_into_chunks, token_dtype
+from lm.data.manifest import FORMAT, MANIFEST, Manifest, Shard, SplitInfo, is_prepared, read_manifest
+from lm.data.split import check_tokenizer, little_endian, open_prepared
 from lm.tokenizers import Tokenizer, load_tokenizer
 from pretrain.atomic import locked, partial_folder, publish, write_durably
 from pretrain.errors import UserError
+from pretrain.hub import hub_revision
 from pretrain.paths import user_path
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 SHARD_TOKENS = 1 << 28
-
-
-@dataclass
-class Shard:
-    """One file of tokens."""
-
-    file: str
-    tokens: int
-
-
-@dataclass
-class SplitInfo:
-    """What a split holds: documents, tokens (one end-of-text per document included), UTF-8 bytes of text, files."""
-
-    documents: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    shards: list[Shard] = field(default_factory=list)
-
-
-@dataclass
-class Manifest:
-    """What a prepared folder says about itself.
-
-    Attributes:
-        format: version of the layout.
-        tokenizer, fingerprint, n_vocab, eot: the tokenizer, see `lm.tokenizers.Tokenizer`.
-        dtype: numpy name of the stored ids, little-endian.
-        splits: "train", and "val" when documents were held out.
-        sources: the files read (path, size in bytes), or the hub dataset.
-        skipped: empty documents, broken rows and ignored files, with the first few broken rows by name.
-        settings: the arguments of `prepare` that decide the content.
-    """
-
-    format: int
-    tokenizer: str
-    fingerprint: str
-    n_vocab: int
-    eot: int
-    dtype: str
-    splits: dict[str, SplitInfo]
-    sources: list[dict[str, Any]]
-    skipped: dict[str, Any]
-    settings: dict[str, Any]
-
-
-class PreparedSplit:
-    """One split of a prepared folder: its documents joined into one stream of tokens, each followed by end-of-text.
-
-    Can be pickled; another process opens the files anew.
-    """
-
-    def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
-        info = manifest.splits[split]
-        self.folder = folder
-        self.split = split
-        self.manifest = manifest
-        self.n_tokens = info.tokens
-        self.n_documents = info.documents
-        self.n_bytes = info.bytes
-        self.eot = manifest.eot
-        self._shards = info.shards
-        self._starts = np.cumsum([0, *(shard.tokens for shard in info.shards)])
-        self._open: dict[int, np.ndarray] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": {}}  # a pickled memory map would carry its whole file
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream, (stop - start,) in the stored dtype; not to be written to.
-
-        Raises:
-            IndexError: the range leaves the stream.
-        """
-        if not 0 <= start <= stop <= self.n_tokens:
-            raise IndexError(f"tokens {start} to {stop} of a stream of {self.n_tokens}")
-        first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        pieces = []
-        for index in range(first, len(self._shards)):
-            offset = int(self._starts[index])
-            if offset >= stop:
-                break
-            pieces.append(self._shard(index)[max(start - offset, 0) : stop - offset])
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate(pieces) if pieces else np.empty(0, dtype=_little_endian(self.manifest.dtype))
-
-    def _shard(self, index: int) -> np.ndarray:
-        if index not in self._open:
-            path = self.folder / self._shards[index].file
-            self._open[index] = np.memmap(path, dtype=_little_endian(self.manifest.dtype), mode="r")
-        return self._open[index]
-
-
-def is_prepared(folder: str | Path) -> bool:
-    """Whether `folder` is a prepared folder, complete or damaged."""
-    path = user_path(folder) / MANIFEST
-    return path.is_file() and '"fingerprint"' in path.read_text(encoding="utf-8", errors="replace")[:1000]
-
-
-def read_manifest(folder: str | Path) -> Manifest:
-    """The manifest of a prepared folder.
-
-    Raises:
-        UserError: there is none, it is damaged, or another version of this package wrote it.
-    """
-    path = user_path(folder) / MANIFEST
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != FORMAT:
-            raise UserError(f"{path} has format {data['format']}, this version reads {FORMAT}: prepare the data again")
-        splits = {
-            name: SplitInfo(**(info | {"shards": [Shard(**shard) for shard in info["shards"]]}))
-            for name, info in data["splits"].items()
-        }
-        return Manifest(**(data | {"splits": splits}))
-    except FileNotFoundError as error:
-        raise UserError(f"{folder} is no prepared folder, it has no {MANIFEST}: make one with lm.prepare") from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}): prepare the data again") from error
-
-
-def open_prepared(folder: str | Path, split: str = "train") -> PreparedSplit:
-    """Open one split of a prepared folder.
-
-    Raises:
-        UserError: no such folder or split, or a shard that is missing or not of the size that the manifest states.
-    """
-    folder = user_path(folder)
-    manifest = read_manifest(folder)
-    if split not in manifest.splits:
-        raise UserError(
-            f"{folder} has no {split} split (it has {', '.join(manifest.splits)}): "
-            "prepare it with a val_fraction above 0, give data.val_source, or do without: data.val_fraction 0"
-        )
-    width = _little_endian(manifest.dtype).itemsize
-    for shard in manifest.splits[split].shards:
-        path = folder / shard.file
-        size = path.stat().st_size if path.is_file() else None
-        if size != shard.tokens * width:
-            state = "is missing" if size is None else f"has {size:,} bytes instead of {shard.tokens * width:,}"
-            raise UserError(f"{path} {state}: copy the folder again, or prepare the data again")
-    return PreparedSplit(folder, split, manifest)
-
-
-def check_tokenizer(folder: str | Path, tokenizer: Tokenizer) -> None:
-    """Check that `folder` was prepared with `tokenizer`.
-
-    Raises:
-        UserError: it was prepared with another one.
-    """
-    manifest = read_manifest(folder)
-    if manifest.fingerprint != tokenizer.fingerprint:
-        raise UserError(
-            f"{folder} was prepared with the tokenizer {manifest.tokenizer} ({manifest.fingerprint[:8]}), not with "
-            f"{tokenizer.name} ({tokenizer.fingerprint[:8]}): choose the former, or prepare the data with the latter"
-        )
 
 
 def prepare(
@@ -201,6 +45,7 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     progress: bool = True,
     overwrite: bool = False,
+    described: list[dict[str, Any]] | None = None,
 ) -> Manifest:
     """Tokenize the documents of `source` into the folder `output`, which appears when it is complete.
 
@@ -217,9 +62,11 @@ def prepare(
         shard_tokens: tokens per file.
         progress: show a progress bar when stderr is a terminal.
         overwrite: replace `output` if it is a prepared folder.
+        described: the source as the caller has found it; None looks now.
 
     Raises:
-        UserError: impossible arguments, an existing output, or a source that cannot be read; nothing is left behind.
+        UserError: impossible arguments, an existing output, or a source that cannot be read or changes meanwhile;
+            nothing is left behind.
     """
     _check_settings(val_fraction, max_bad, max_tokens, workers, shard_tokens)
     tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
@@ -235,15 +82,16 @@ def prepare(
     if is_prepared(source):
         raise UserError(f"{source} is a prepared folder already: train on it with --data.source {source}")
     _check_output(output, overwrite)
-    sources = _describe_sources(source)
+    sources = described or _describe_sources(source)
     with locked(output):
         _check_output(output, overwrite)  # again: another process may have made it meanwhile
         with partial_folder(output) as partial:
             report = ReadReport()
-            documents = read_documents(source, text_field, max_bad, report)
+            documents = read_documents(source, text_field, max_bad, report, sources[0].get("revision"))
             chunks = split_into_chunks(documents, report, val_fraction)
             results = encode_chunks(chunks, tokenizer, workers or available_cores())
             splits, skipped = _write_shards(partial, results, tokenizer, settings, progress)
+            _check_unchanged(source, sources)
             manifest = Manifest(
                 format=FORMAT,
                 tokenizer=tokenizer.name,
@@ -276,8 +124,8 @@ def cached_prepare(
 ) -> Path:
     """The prepared folder for `source`: `source` itself when it is one, else one in the cache, made when need be.
 
-    A changed file (size or time of change), tokenizer or setting leads to another folder of the cache. Hugging Face
-    datasets are known by name.
+    A changed file (size or time of change), tokenizer or setting leads to another folder of the cache, and so does
+    another revision of a Hugging Face dataset.
 
     Args:
         cache: folder of the cache; by default $MOA_CACHE, or ~/.cache/moa-pretrain/prepared.
@@ -299,14 +147,37 @@ def cached_prepare(
         "shard_tokens": shard_tokens,
     }
     sources = _describe_sources(source)
-    identity = json.dumps([FORMAT, tokenizer.fingerprint, sources, settings], sort_keys=True)
-    folder = root / hashlib.sha256(identity.encode()).hexdigest()[:32]
+    folder = _cache_folder(root, [FORMAT, tokenizer.fingerprint, sources, settings])
     if not _complete(folder):
         with suppress(_OutputExists):  # another process made it while this one waited for the lock
             prepare(
-                source, folder, tokenizer, workers=workers, progress=progress, overwrite=is_prepared(folder), **settings
+                source,
+                folder,
+                tokenizer,
+                workers=workers,
+                progress=progress,
+                overwrite=is_prepared(folder),
+                described=sources,
+                **settings,
             )
     return folder
+
+
+def _cache_folder(root: Path, identity: list[Any]) -> Path:
+    """The place of this identity in the cache; a hub that cannot be asked stands at the last known revision."""
+    sources = identity[2]
+    if "dataset" in sources[0]:
+        known = root / f"{_digest([*identity[:2], sources[0]['dataset'], identity[3]])}.revision"
+        if sources[0]["revision"] is not None:
+            root.mkdir(parents=True, exist_ok=True)
+            write_durably(known, sources[0]["revision"])
+        elif known.is_file():
+            sources[0]["revision"] = known.read_text(encoding="utf-8")
+    return root / _digest(identity)
+
+
+def _digest(identity: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _complete(folder: Path) -> bool:
@@ -348,13 +219,18 @@ def _check_output(output: Path, overwrite: bool) -> None:
 def _describe_sources(source: str) -> list[dict[str, Any]]:
     found = find_files(source)
     if found is None:
-        return [{"dataset": source}]
+        return [{"dataset": source, "revision": hub_revision(source)}]
     stats = [(file.resolve(), file.stat()) for file in found.files]
     return [{"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns} for path, stat in stats]
 
 
-def _little_endian(dtype: str) -> np.dtype:
-    return np.dtype(dtype).newbyteorder("<")
+def _check_unchanged(source: str, sources: list[dict[str, Any]]) -> None:
+    if "dataset" in sources[0]:
+        return  # read at one revision
+    after = _describe_sources(source)
+    changed = [item["path"] for item in [*sources, *after] if item not in sources or item not in after]
+    if changed:
+        raise UserError(f"{changed[0]} changed while it was read: prepare the data when nothing writes there any more")
 
 
 class _SplitWriter:
@@ -364,7 +240,7 @@ class _SplitWriter:
         self.info = SplitInfo()
         self._folder = folder
         self._name = name
-        self._dtype = _little_endian(dtype)
+        self._dtype = little_endian(dtype)
         self._shard_tokens = shard_tokens
         self._file: Any = None
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lm.data.documents import ReadReport, read_documents
+from lm.data.manifest import is_prepared, read_manifest
 from lm.data.module import VENDORED, TextData
-from lm.data.prepared import PreparedSplit, check_tokenizer, is_prepared, open_prepared, read_manifest
+from lm.data.split import PreparedSplit, check_tokenizer, open_prepared
 from lm.tokenizers import Tokenizer
 from pretrain.data import check_vendored
 from pretrain.errors import UserError

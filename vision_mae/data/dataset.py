@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
@@ -16,6 +17,7 @@ from vision_mae.data.source import ImageRows
 
 # Third entry of the seeds: training draws never meet the evaluation's.
 TRAINING, EVALUATION = 0, 1
+MAX_ELONGATION = 16
 Transform = Callable[[Any], Tensor]
 
 
@@ -60,6 +62,7 @@ class Views:
         """Resize the shorter side and cut out the middle."""
         return v2.Compose(
             [
+                without_far_ends,
                 v2.Resize(round(self.image_size / self.val_crop_ratio), interpolation=InterpolationMode.BICUBIC),
                 v2.CenterCrop(self.image_size),
                 *self._to_tensor(),
@@ -148,7 +151,7 @@ class ImageDataset:
         try:
             return decode_image(source, self.channels, self.patch_size), label
         except BadImage as error:
-            raise BadImage(f"{name}: {error}") from error
+            raise BadImage(" ".join(f"{name}: {error}".split())) from error  # one line is one picture
 
     def _absent(self, problem: str) -> dict[str, Any]:
         size = self.views.image_size
@@ -174,6 +177,15 @@ class Subset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.dataset[self.indices[index] if index >= 0 else -1]
+
+
+def without_far_ends(picture: Image.Image) -> Image.Image:
+    """Cut what evaluation would never show off a very long picture, which would become a huge one when resized."""
+    width, height = (min(side, MAX_ELONGATION * min(picture.size)) for side in picture.size)
+    if (width, height) == picture.size:
+        return picture
+    left, top = (picture.width - width) // 2, (picture.height - height) // 2
+    return picture.crop((left, top, left + width, top + height))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """From the bytes of a picture, whatever its format, to upright 8-bit grey or colour."""
 
 import io
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,9 @@ from PIL import Image, ImageOps
 
 WIDE_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # 16 bits a pixel, which PIL's own conversion would clip at 255
 WHITE = 255
+# Named, because there are formats that are programs: PIL would let Ghostscript run one, whatever its suffix.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO", "TGA")
+MAX_PIXELS = 2**27  # 400 MB in colour; a file of some kB can state any number
 
 
 class BadImage(Exception):
@@ -28,8 +32,12 @@ def decode_image(source: bytes | str | Path, channels: int, min_side: int = 1) -
     Raises:
         BadImage: no picture, a damaged one, one of floating-point pixels, or one that is too small.
     """
+    if not isinstance(source, bytes) and not Path(source).is_file():  # a pipe would keep us waiting
+        raise BadImage("no such file")
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with _opened(source) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise BadImage(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
             image.load()
             upright = ImageOps.exif_transpose(image)
             plain = _on_white(_eight_bits(upright))
@@ -37,11 +45,21 @@ def decode_image(source: bytes | str | Path, channels: int, min_side: int = 1) -
         raise
     except Image.UnidentifiedImageError as error:
         raise BadImage("not a picture of any known format") from error
+    except Image.DecompressionBombError as error:
+        raise BadImage(f"more than {MAX_PIXELS:,} pixels") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ..
         raise BadImage(f"damaged or cut short ({str(error).strip() or type(error).__name__})") from error
     if min(plain.size) < min_side:
         raise BadImage(f"{plain.width} x {plain.height} pixels, smaller than a patch of {min_side} x {min_side}")
     return plain.convert("L" if channels == 1 else "RGB")
+
+
+def _opened(source: bytes | str | Path) -> Image.Image:
+    Image.init()  # knows all formats from here on; what this PIL was built without is not among them
+    known = [name for name in FORMATS if name in Image.OPEN]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # there is a limit of our own
+        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=known)
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

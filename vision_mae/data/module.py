@@ -1,5 +1,6 @@
 """Pictures for a run: from a source to batches, with account of those that cannot be read."""
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ VENDORED = {f"demo:{split}": ASSETS / "emoji64" / f"{split}.parquet" for split i
 # Mean and standard deviation of ImageNet's channels, and of their grey.
 CHANNEL_STATISTICS = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.449,), (0.226,))}
 CHECKED_AHEAD = 64
+MIN_CROP_RATIO = 0.1  # the shorter side becomes image_size / ratio before the crop
 
 
 class ImageData(PretrainData):
@@ -108,9 +110,8 @@ class ImageData(PretrainData):
         low, high = self.views.crop_scale
         if not 0 < low <= high <= 1:
             raise UserError(f"data.crop_scale is [{low}, {high}]: two ascending numbers in (0, 1] are needed")
-        for name, value in (("val_crop_ratio", self.views.val_crop_ratio),):
-            if not 0 < value <= 1:
-                raise UserError(f"data.{name} is {value}: it has to lie in (0, 1]")
+        if not MIN_CROP_RATIO <= self.views.val_crop_ratio <= 1:
+            raise UserError(f"data.val_crop_ratio is {self.views.val_crop_ratio}: it has to lie in [0.1, 1]")
         for name, value in (("val_fraction", self.val_fraction), ("random_erasing", self.views.random_erasing)):
             if not 0 <= value < 1:
                 raise UserError(f"data.{name} is {value}: it has to lie in [0, 1)")
@@ -242,6 +243,8 @@ def _for_channels(name: str, values: list[float] | None, default: tuple[float, .
         return default
     if len(values) != len(default):
         raise UserError(f"data.{name} has {len(values)} values for {len(default)} channels")
+    if not all(map(math.isfinite, values)):
+        raise UserError(f"data.{name} is {values}: every value has to be a number")
     if name == "std" and min(values) <= 0:
         raise UserError(f"data.std is {values}: every value has to be positive")
     return tuple(values)

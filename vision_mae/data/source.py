@@ -102,6 +102,8 @@ def _find_files(source: str) -> list[Path] | None:
     path = user_path(source)
     if path.is_file():
         candidates, where = [path], source
+    elif path.exists() and not path.is_dir():
+        raise UserError(f"{source} is a pipe or a device: give a folder or a file")
     elif path.is_dir():
         candidates, where = list(_visible_files(path)), f"the folder {source}"
     elif glob.has_magic(source):
