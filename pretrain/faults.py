@@ -104,7 +104,7 @@ class StepGuard(L.Callback):
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shards
         broken = torch.stack([~loss.isfinite(), ~norm.isfinite().to(loss.device)]).float()
-        broken = trainer.strategy.reduce(broken, reduce_op="sum")  # type: ignore[assignment]
+        broken = trainer.strategy.reduce(broken, reduce_op="sum")
         skip = (broken.sum() > 0).float()
         pl_module.skip_step = skip
         if all(group.get("fused") for group in optimizer.param_groups):

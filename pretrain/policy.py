@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
-from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 
 from pretrain.checkpoint import LAST, Checkpoints
 from pretrain.errors import UserError
@@ -108,5 +107,5 @@ def last_good(folder: Path) -> str:
 
 def _without_writers(failed: threading.ExceptHookArgs) -> None:
     """Keep the thread of the TensorBoard writer silent: its exception is raised in the main thread as well."""
-    if not isinstance(failed.thread, _AsyncWriterThread):
+    if type(failed.thread).__name__ != "_AsyncWriterThread":
         threading.__excepthook__(failed)

@@ -215,7 +215,7 @@ def test_a_checkpoint_without_what_a_resume_needs(refuse, small_run, tmp_path):
     content = torch.load(last, weights_only=True)
     del content["loops"]
     torch.save(content, last)
-    assert "no loops" in refuse(f"--resume={copy}", "--trainer.max_steps=4", without=("--",))
+    assert "no loops" in refuse(f"--resume={last}", "--trainer.max_steps=4", without=("--",))
 
 
 def test_a_folder_that_cannot_be_made(tmp_path, capfd):
