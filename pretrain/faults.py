@@ -51,16 +51,25 @@ class FaultLog:
         samples = loader.stream.read(record.start, record.stop).tolist()
         row = {"kind": kind, "step": record.step, "reason": reason, **facts}
         row |= {"positions": [record.start, record.stop], "samples": samples, "time": round(time.time(), 3)}
-        line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            if os.write(descriptor, line) < len(line):
-                os.write(descriptor, b"\n")  # on a full disk: raises, or ends the piece of a line
-        finally:
-            os.close(descriptor)
+        append_line(self.file, json.dumps(row, allow_nan=False))
         shown = ", ".join(map(str, samples[:SHOWN_SAMPLES])) + (", .." if len(samples) > SHOWN_SAMPLES else "")
         verb = "left out" if kind == "skipped_step" else "noted"
         tqdm.write(f"warning: step {record.step} {verb}: {reason}; samples {shown} (all in {self.file})")
+
+
+def append_line(file: Path, line: str) -> None:
+    """Add a line to a file that has one writer: all of it, or nothing where the disk is full."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    size = os.fstat(descriptor).st_size
+    left = f"{line}\n".encode()
+    try:
+        while left:
+            left = left[os.write(descriptor, left) :]
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise
+    finally:
+        os.close(descriptor)
 
 
 class StepGuard(L.Callback):

@@ -107,5 +107,5 @@ def last_good(folder: Path) -> str:
 
 def _without_writers(failed: threading.ExceptHookArgs) -> None:
     """Keep the thread of the TensorBoard writer silent: its exception is raised in the main thread as well."""
-    if not type(failed.thread).__module__.startswith("tensorboard."):
+    if type(failed.thread).__name__ != "_AsyncWriterThread":
         threading.__excepthook__(failed)

@@ -74,6 +74,18 @@ def test_a_loss_that_is_broken_on_one_rank_is_left_out_on_all(tmp_path):
     assert [fault["step"] for fault in faults(run_folder(tmp_path))] == [3, 4]
 
 
+def test_the_gradient_scaler_may_look_for_its_scale(tmp_path):
+    """From 2^40 it overflows in the first steps, which is no fault; a loss that is nan is one, and counted once."""
+    settings = SHORT | TINY | {"trainer__max_steps": 40, "trainer__val_check_interval": 40}
+    precision = ["--trainer.plugins+=lightning.pytorch.plugins.precision.MixedPrecision"]
+    precision += [f"--trainer.plugins.{k}={v}" for k, v in {"precision": "16-mixed", "device": "cpu"}.items()]
+    scaler = {"class_path": "torch.amp.GradScaler", "init_args": {"device": "cpu", "init_scale": 2.0**40}}
+    precision += [f"--trainer.plugins.scaler={json.dumps(scaler)}"]
+    finished = train(tmp_path, *precision, *callback(BREAK, steps="[36]"), **settings)
+    assert finished.trainer.precision_plugin.scaler.get_scale() < 2.0**40
+    assert [fault["step"] for fault in faults(finished.folder)] == [36]
+
+
 @pytest.mark.parametrize(("allowed", "end"), [(0, 7), (2, 9)])
 def test_too_many_broken_steps_in_a_row_end_the_run(tmp_path, allowed, end):
     """Step 3 alone does not count towards them; the checkpoint of step 6 would be due at 8, but waits."""
