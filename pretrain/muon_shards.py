@@ -112,8 +112,8 @@ class _Round:
         """Send slices, of which `sent[r]` go to rank r, and return those that come, of which `expected[r]` from it."""
         flat = torch.cat([nothing, *(piece.reshape(-1) for piece in outgoing)])
         received = flat.new_empty(sum(map(self._size, chain(*expected))))
-        here, there = ([sum(map(self._size, pieces)) for pieces in each] for each in (expected, sent))
-        dist.all_to_all_single(received, flat, output_split_sizes=here, input_split_sizes=there, group=self.group)
+        come, go = ([sum(map(self._size, pieces)) for pieces in each] for each in (expected, sent))
+        dist.all_to_all_single(received, flat, come, go, group=self.group)
         parts = iter(received.split([self._size(piece) for piece in chain(*expected)]))
         return [[next(parts).view(-1, matrix.shape[1]) for matrix, _ in pieces] for pieces in expected]
 

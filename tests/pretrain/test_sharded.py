@@ -152,6 +152,15 @@ def test_a_folder_of_slices_is_the_checkpoint_of_one_process(folders, alone):
             torch.testing.assert_close(mine["state"][number][key], value, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
+def test_compiled_blocks_can_be_sharded(tmp_path):
+    settings = LM | ADAMW | SHORT | UNVALIDATED
+    eager = lm_runs.train(tmp_path / "eager", **settings).folder
+    compiled = lm_runs.arguments(tmp_path / "compiled", **settings, model__compile_blocks=True)
+    run_on_two_ranks([("lm.fit", [*compiled, *STRATEGIES["fsdp2"], "--trainer.devices=2"])])
+    assert_same_course(run_folder(tmp_path / "compiled"), eager)
+
+
 def test_what_cannot_be_saved_whole_is_refused(tmp_path):
     by_class = "--trainer.strategy.class_path=lightning.pytorch.strategies.ModelParallelStrategy"
     with pytest.raises(UserError, match="use fsdp2 or hsdp"):
