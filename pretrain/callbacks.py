@@ -10,10 +10,10 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from tqdm.auto import tqdm
 
-from pretrain.checkpoint import Checkpoints, is_validated_next
 from pretrain.inspection import layer_inputs, layer_mixes, mixing_layers
 from pretrain.metrics import StepMetrics, log_metrics
 from pretrain.mix_figures import mix_figure
+from pretrain.saving import Checkpoints, is_validated_next
 from pretrain.sharding import gathered
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 
-from pretrain.checkpoint import LAST, Checkpoints
+from pretrain.checkpoint import LAST
 from pretrain.errors import UserError
 from pretrain.faults import LossSpikes, StepGuard
 from pretrain.metrics import DivergedError
+from pretrain.saving import Checkpoints
 from pretrain.watchdog import HangWatch
 
 # name: (type, default, smallest value or None where it has to be above 0, help). A resumed run may change them all.

@@ -21,10 +21,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from pretrain.callbacks import StopSignal, find_callback
-from pretrain.checkpoint import Checkpoints
 from pretrain.errors import UserError
 from pretrain.faults import StepGuard
 from pretrain.metrics import DivergedError, StepMetrics
+from pretrain.saving import Checkpoints
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.checkpoint import RESUMABLE, AtomicCheckpointIO, shift_checkpoints
+from pretrain.checkpoint import RESUMABLE, AtomicCheckpointIO
 from pretrain.errors import UserError
 from pretrain.recovery import intact_checkpoint, newest_intact, why_torn
+from pretrain.saving import shift_checkpoints
 
 
 def save(file: Path, step: int, size: int = 1000) -> None:
