@@ -157,13 +157,21 @@ class ClassifierModule(PretrainModule):
             np.random.seed(int(torch.randint(2**31, ())))
             images, targets = self.mixup(images.clone(), labels)
             return F.cross_entropy(self.model(images).float(), targets, reduction="sum"), present.sum()
-        logits = self.model(images).float()
-        if not self.training and not self.trainer.sanity_checking:
+        return self._cross_entropy(self.model(images).float(), batch)
+
+    def validation_loss(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        assert self.model is not None
+        logits, present = self.model(batch["images"]).float(), batch["present"]
+        if not self.trainer.sanity_checking and present.any():  # torchmetrics takes no empty batch, of padding alone
             for metric in self._metrics().values():
-                metric.update(logits[present], labels[present])
+                metric.update(logits[present], batch["label"][present])
+        return self._cross_entropy(logits, batch)
+
+    def _cross_entropy(self, logits: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        present = batch["present"]
         smoothing = self.label_smoothing if self.training else 0.0
         # Not `logits[present]`: the host would wait for the device to know how many there are.
-        targets = labels.masked_fill(~present, NO_LABEL)
+        targets = batch["label"].masked_fill(~present, NO_LABEL)
         loss = F.cross_entropy(logits, targets, ignore_index=NO_LABEL, reduction="sum", label_smoothing=smoothing)
         return loss, present.sum()
 

@@ -122,6 +122,8 @@ def test_a_linear_probe_trains_the_head_alone(trained, tmp_path):
     summary = evaluate_small("linear", trained, tmp_path, "--model.optimizer.lr=0.01")
     assert summary["optimizer_groups"][0]["parameters"] == 32 * 9 + 9
     assert 0 <= summary["final"]["val/accuracy"] <= summary["final"]["val/accuracy_top5"] <= 1
+    hits = summary["final"]["val/accuracy"] * len(trained.data.val_dataset)
+    assert hits == pytest.approx(round(hits), abs=1e-3)  # of every picture once
     before = torch.load(trained.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     after = torch.load(run_folder(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     for name, weight in before.items():
