@@ -6,10 +6,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningArgumentParser
 
 from pretrain.checkpoint import LAST
 from pretrain.errors import UserError
@@ -17,6 +16,9 @@ from pretrain.faults import LossSpikes, StepGuard
 from pretrain.metrics import DivergedError
 from pretrain.saving import Checkpoints
 from pretrain.watchdog import HangWatch
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningArgumentParser
 
 # name: (type, default, smallest value or None where it has to be above 0, help). A resumed run may change them all.
 SETTINGS: dict[str, tuple[Any, Any, float | None, str]] = {
@@ -45,7 +47,7 @@ SETTINGS: dict[str, tuple[Any, Any, float | None, str]] = {
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def add_policy_arguments(parser: LightningArgumentParser) -> None:
+def add_policy_arguments(parser: "LightningArgumentParser") -> None:
     """Add the settings to the command line."""
     for name, (kind, default, _, explanation) in SETTINGS.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=explanation)
