@@ -33,6 +33,8 @@ from pretrain.run import METRICS, RunRecord, claimed, new_run_folder
 from pretrain.size import check_size
 from pretrain.watchdog import set_collective_timeout
 
+# With which a model's configuration, Lightning's trainer and what a user's class_path names turn down their settings.
+REFUSALS = (ValueError, TypeError, RuntimeError, ImportError)
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])  # NumPy takes no other
 TRAINER_DEFAULTS = {
     "log_every_n_steps": 10,
@@ -115,7 +117,7 @@ class PretrainCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except (ValueError, MisconfigurationException) as error:
+        except (*REFUSALS, MisconfigurationException) as error:
             raise UserError(one_line(str(error))) from error
         self.model.run_config = yaml.safe_load(self.config_text())
         if self.checkpoint is None:

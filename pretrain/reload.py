@@ -40,7 +40,11 @@ def load_module(
         config = config | {"data": _parsed(data_class, "data", config, file, build=False)}
     if weights:
         # Sizes are compared before memory is taken for them.
-        check_same_architecture(module.build_meta_model(), checkpoint, str(file))
+        try:
+            preview = module.build_meta_model()
+        except (ValueError, RuntimeError) as error:  # sizes that do not fit together, or into 64 bits
+            raise UserError(f"{file} holds a configuration of no model ({error})") from error
+        check_same_architecture(preview, checkpoint, str(file))
         module.model = module.build_model()
         module.model.load_state_dict(model_weights(checkpoint))
         module.eval()

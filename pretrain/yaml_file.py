@@ -45,7 +45,7 @@ def scalars(file: Path) -> Iterator[tuple[str, str]]:
         elif isinstance(node, yaml.SequenceNode):
             waiting += [(key, item, depth + 1) for item in reversed(node.value)]
         else:
-            waiting += [(f"{key}.{name}".lstrip("."), item, depth + 1) for name, item in _items(node, file)][::-1]
+            waiting += [(_below(key, name), item, depth + 1) for name, item in _items(node, file)][::-1]
 
 
 def _root(file: Path) -> yaml.MappingNode:
@@ -75,4 +75,8 @@ def _items(node: yaml.MappingNode, file: Path) -> Iterator[tuple[str, yaml.Node]
         if key.value in seen:
             raise UserError(f"{where}: the key {key.value!r} stands there twice")
         seen.add(key.value)
-        yield ("" if key.value == "<<" else key.value), value
+        yield key.value, value
+
+
+def _below(key: str, name: str) -> str:
+    return key if name == "<<" else f"{key}.{name}".lstrip(".")

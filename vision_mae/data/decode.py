@@ -35,7 +35,7 @@ def decode_image(source: bytes | str | Path, channels: int, min_side: int = 1) -
     if not isinstance(source, bytes) and not Path(source).is_file():  # a pipe would keep us waiting
         raise BadImage("no such file")
     try:
-        with _opened(source) as image:
+        with warnings.catch_warnings(action="ignore"), _opened(source) as image:  # what is wrong is told once, by us
             if image.width * image.height > MAX_PIXELS:
                 raise BadImage(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
             image.load()
@@ -57,9 +57,7 @@ def decode_image(source: bytes | str | Path, channels: int, min_side: int = 1) -
 def _opened(source: bytes | str | Path) -> Image.Image:
     Image.init()  # knows all formats from here on; what this PIL was built without is not among them
     known = [name for name in FORMATS if name in Image.OPEN]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # there is a limit of our own
-        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=known)
+    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=known)
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
