@@ -16,7 +16,7 @@ from pretrain.saving import shift_checkpoints
 
 
 def save(file: Path, step: int, size: int = 1000) -> None:
-    checkpoint = dict.fromkeys(RESUMABLE) | {"global_step": step}
+    checkpoint = dict.fromkeys(RESUMABLE) | {"global_step": step, "config": {"model": {}, "data": {}}}
     AtomicCheckpointIO().save_checkpoint(checkpoint | {"state_dict": {"a": torch.full((size,), float(step))}}, file)
 
 

@@ -28,7 +28,7 @@ def folder(tmp_path):
     folder = tmp_path / "run" / "checkpoints" / "last.ckpt"
     folder.mkdir(parents=True)
     state = {"weight_names": ["model.w", "model.b"], "optimizers": [(NAMES, GROUPS)]}
-    state |= {"global_step": 3, "pytorch-lightning_version": "2", "loops": {}, "lr_schedulers": [], "config": {"a": 1}}
+    state |= {"global_step": 3, "pytorch-lightning_version": "2", "loops": {}, "lr_schedulers": [], "config": {"model": {"a": 1}, "data": {}}}
     torch.save(state, folder / "state.ckpt")
     for rank, (first, last) in enumerate([(0, 2), (2, 4), (4, 5)]):
         average = "optimizer.0/model.w/exp_avg"
@@ -49,7 +49,7 @@ def assert_whole(checkpoint):
     assert torch.equal(optimizer["state"][1]["exp_avg"], AVERAGE)
     assert optimizer["state"][1]["step"] == 3
     assert optimizer["param_groups"] == GROUPS
-    assert (checkpoint["global_step"], checkpoint["config"]) == (3, {"a": 1})
+    assert (checkpoint["global_step"], checkpoint["config"]) == (3, {"model": {"a": 1}, "data": {}})
 
 
 def test_slices_become_the_checkpoint_that_one_process_would_have_written(folder):
