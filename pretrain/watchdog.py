@@ -1,7 +1,7 @@
 """A rank that hangs ends the job, and is named: otherwise the others wait for it without a word."""
 
 import os
-import socket
+import platform
 import sys
 import threading
 import time
@@ -41,7 +41,7 @@ class HangWatch(L.Callback):
             return
         # A connection of its own: a call of the main thread may be waiting on the other one.
         store = torch.distributed.distributed_c10d._get_default_store().clone()
-        store.set(f"watch/host/{trainer.global_rank}", socket.gethostname())
+        store.set(f"watch/host/{trainer.global_rank}", platform.node())
         store.set(f"watch/count/{trainer.global_rank}", "0")
         trainer.strategy.barrier()
         self._progress()
