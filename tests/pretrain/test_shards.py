@@ -28,7 +28,8 @@ def folder(tmp_path):
     folder = tmp_path / "run" / "checkpoints" / "last.ckpt"
     folder.mkdir(parents=True)
     state = {"weight_names": ["model.w", "model.b"], "optimizers": [(NAMES, GROUPS)]}
-    state |= {"global_step": 3, "pytorch-lightning_version": "2", "loops": {}, "lr_schedulers": [], "config": {"model": {"a": 1}, "data": {}}}
+    state |= {"global_step": 3, "pytorch-lightning_version": "2", "loops": {}, "lr_schedulers": []}
+    state |= {"config": {"model": {"a": 1}, "data": {}}}
     torch.save(state, folder / "state.ckpt")
     for rank, (first, last) in enumerate([(0, 2), (2, 4), (4, 5)]):
         average = "optimizer.0/model.w/exp_avg"
