@@ -88,20 +88,18 @@ def with_config(arguments: list[str], demo_config: Path) -> list[str]:
         raise UserError(f"--resume is given {len(resumed)} times: give the one run to go on with")
     arguments = _without("--resume", arguments)
     if resumed and resumed[0] != AUTO:
-        found: Path | None = intact_checkpoint(resumed[0])
-        assert found is not None
-        config = found.parent.parent / CONFIG
+        chosen = intact_checkpoint(resumed[0])
+        config = chosen.parent.parent / CONFIG
         if not config.is_file():
             raise UserError(f"{config} is missing: a run is resumed with the configuration it left")
         configs.insert(0, str(config))
-        arguments = ["--config", str(config), *arguments]
+        arguments = ["--config", str(config), *arguments, "--resume", str(chosen)]
     else:
         if not configs:
             configs, arguments = [str(demo_config)], ["--config", str(demo_config), *arguments]
         # The command line that has started the run says it all, lists that are added to (+=) included.
-        found = _newest_of_name(configs, arguments) if resumed else None
-    if found is not None:
-        arguments = [*arguments, "--resume", str(found)]
+        if resumed and (newest := _newest_of_name(configs, arguments)) is not None:
+            arguments = [*arguments, "--resume", str(newest)]
     for file in configs:
         check_yaml(Path(file))
     return arguments

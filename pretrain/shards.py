@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pretrain.atomic import publish, readable_as_usual, remove
 from pretrain.errors import UserError
+from pretrain.untrusted import check_archive, check_content
 
 STATE = "state.ckpt"
 PART = re.compile(r"part-(\d{5})-of-(\d{5})\.safetensors")
@@ -87,7 +88,9 @@ def read_shards(folder: Path, with_optimizer: bool) -> dict[str, Any]:
         UserError: a part is missing, damaged or does not fit the others.
     """
     try:
+        check_archive(folder / STATE)
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+        check_content(state)
         stored = _stored_tensors(folder)
         weights = {name: stored[f"weights/{name}"] for name in state.pop("weight_names")}
         optimizer_states = []

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zipfile
 
 import pytest
 import torch
@@ -132,10 +133,23 @@ def hide_code(folder):
     torch.save({"weight_names": [], "optimizers": [], "x": Executed()}, folder / "state.ckpt")
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [lose_a_part, cut_a_part, mix_two_saves, claim_a_terabyte, overlap, another_type, name_no_tensor, hide_code],
-)
+def claim_numbers_that_are_not_there(folder):
+    state = torch.load(folder / "state.ckpt")
+    torch.save(state | {"x": torch.zeros(1).expand(10**12)}, folder / "state.ckpt")
+
+
+def compress_the_state(folder):
+    with zipfile.ZipFile(folder / "state.ckpt") as archive:
+        parts = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(folder / "state.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+
+
+SPOILT = [lose_a_part, cut_a_part, mix_two_saves, claim_a_terabyte, overlap, another_type, name_no_tensor, hide_code]
+
+
+@pytest.mark.parametrize("spoil", [*SPOILT, claim_numbers_that_are_not_there, compress_the_state])
 def test_what_is_not_whole_is_refused(folder, spoil):
     spoil(folder)
     with pytest.raises(UserError, match="checkpoint"):
