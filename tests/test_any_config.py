@@ -90,7 +90,7 @@ words = st.one_of(
 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_any_value_of_any_key(domain):
-    @settings(max_examples=int(os.environ.get("MOA_EXAMPLES", 12)), deadline=None, database=None)
+    @settings(max_examples=int(os.environ.get("MOA_EXAMPLES", 10)), deadline=None, database=None)
     @given(st.sampled_from(keys(domain)), st.one_of(numbers, words))
     def check(key, value):
         outcome(domain, f"--{key}={value}")

@@ -211,6 +211,9 @@ def test_grey_pictures(tmp_path):
     [
         ({"crop_scale": (0.5, 0.2)}, "two ascending numbers"),
         ({"val_crop_ratio": 0.0}, "val_crop_ratio"),
+        ({"val_crop_ratio": 1e-300}, "val_crop_ratio"),
+        ({"mean": [float("nan")] * 3}, "data.mean"),
+        ({"std": [float("inf")] * 3}, "data.std"),
         ({"mean": [0.5]}, "data.mean has 1 values for 3 channels"),
         ({"std": [0.5, 0.5, 0.0]}, "every value has to be positive"),
         ({"max_bad": -1}, "max_bad"),

@@ -265,6 +265,8 @@ def test_the_groups_without_decay():
         ({"in_channels": 2}, "1 .grey. or 3 .colour."),
         ({"mask_ratio": 1.0}, "at least one has to be visible"),
         ({"mask_ratio": 0.0}, "one masked"),
+        ({"mask_ratio": float("nan")}, "model.mask_ratio is nan"),
+        ({"depth": 10**9, "size": None, "width": 768, "heads": 12}, "model.depth is 1000000000"),
         ({"decoder_width": 500}, "multiple of model.decoder_heads"),
         ({"size": None, "width": 770, "depth": 2, "heads": 12}, "multiple of model.heads"),
         ({"width": 770}, "means model.width 768"),
