@@ -26,7 +26,14 @@ from pretrain.errors import NothingLeft, UserError
 from pretrain.metrics import CsvLogger, EventsLogger, StepMetrics
 from pretrain.module import PretrainModule
 from pretrain.plan import apply_plan
-from pretrain.policy import add_policy_arguments, check_policy, checkpoints, ends_in_one_line, policy_callbacks
+from pretrain.policy import (
+    add_policy_arguments,
+    check_policy,
+    checkpoints,
+    ends_in_one_line,
+    launcher_ends_first,
+    policy_callbacks,
+)
 from pretrain.preflight import check_run
 from pretrain.recovery import say, settle
 from pretrain.run import METRICS, RunRecord, claimed, new_run_folder
@@ -239,6 +246,13 @@ def fit(
         say(str(end))
         sys.exit(0)
     apply_plan(trainer, module.plan)
+    with launcher_ends_first(trainer):
+        _train(cli, prog)
+    return FinishedRun(cli.folder, module, data, trainer)
+
+
+def _train(cli: PretrainCLI, prog: str) -> None:
+    module, data, trainer = cli.model, cli.datamodule, cli.trainer
     stop = find_callback(trainer, StopSignal)
     with claimed(cli.folder, anew=cli.checkpoint is None) if trainer.is_global_zero else nullcontext():
         if trainer.is_global_zero:
@@ -255,7 +269,6 @@ def fit(
         if trainer.is_global_zero:
             print(f"stopped at step {trainer.global_step}: go on with `{prog} --resume {cli.folder}`")
         sys.exit(stop.exit_code)
-    return FinishedRun(cli.folder, module, data, trainer)
 
 
 def quieten_libraries() -> None:

@@ -112,6 +112,7 @@ class StepGuard(L.Callback):
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shards
+        pl_module.grad_norm = norm  # for the clipping and the log: reading all gradients once a step is enough
         broken = torch.stack([~loss.isfinite(), ~norm.isfinite().to(loss.device)]).float()
         broken = trainer.strategy.reduce(broken, reduce_op="sum")
         skip = (broken.sum() > 0).float()

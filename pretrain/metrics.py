@@ -158,7 +158,6 @@ class StepMetrics(L.Callback):
         self.seconds = 0.0  # spent in training steps, up to the last logged step
         self.steps = 0  # taken in that time
         self._loss_sum: torch.Tensor | float = 0.0
-        self._grad_norm: torch.Tensor | float = 0.0
         self._lr = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -174,9 +173,6 @@ class StepMetrics(L.Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         if self.is_due(trainer, trainer.global_step + 1):
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
-            self._grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # over all shards
             self._lr = float(optimizer.param_groups[0]["lr"])  # of this step: the schedule moves on before it ends
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -190,7 +186,7 @@ class StepMetrics(L.Callback):
         self.latest = {
             "train/loss": float(loss_sum) / int(outputs["step_targets"]),
             "optim/lr": self._lr,
-            "optim/grad_norm": float(self._grad_norm),
+            "optim/grad_norm": float(pl_module.grad_norm),
             **self._throughput(trainer, pl_module),
         }
         log_metrics(trainer, self.latest)

@@ -67,7 +67,9 @@ class PretrainModule(L.LightningModule):
         # The complete configuration as plain data, saved in every checkpoint; set by the command line.
         self.run_config: dict[str, Any] | None = None
         self.optimizer_table: list[dict[str, Any]] = []
-        # Set before each optimizer step: 1 where it is left out, else 0, a scalar on the device; see pretrain.faults.
+        # Set before each optimizer step by pretrain.faults, scalars on the device, the same on all ranks: the norm of
+        # the gradient, taken once for the guard, the clipping and the log; and 1 where the step is left out, else 0.
+        self.grad_norm: torch.Tensor | None = None
         self.skip_step: torch.Tensor | None = None
 
     # What a domain provides.
@@ -232,6 +234,18 @@ class PretrainModule(L.LightningModule):
         # Lightning divides by the accumulation, the gradient reduction by the ranks: neither is a mean over targets.
         share = self.plan.accumulation * self.plan.world_size / batch["step_targets"]
         return {"loss": loss_sum * share, "loss_sum": loss_sum.detach(), "step_targets": batch["step_targets"]}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if self.grad_norm is None or not gradient_clip_val or gradient_clip_algorithm == "value":
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, self.grad_norm)
 
     def on_train_start(self) -> None:
         # A resumed optimizer brings the rate of the end of its old schedule, which may now be a longer one.

@@ -3,12 +3,15 @@
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning as L
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from pretrain.checkpoint import LAST
 from pretrain.errors import UserError
@@ -19,6 +22,8 @@ from pretrain.watchdog import HangWatch
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningArgumentParser
+
+LAUNCHER_SECONDS = 20.0  # in which the process that started others ends, once it can
 
 # name: (type, default, smallest value or None where it has to be above 0, help). A resumed run may change them all.
 SETTINGS: dict[str, tuple[Any, Any, float | None, str]] = {
@@ -100,6 +105,25 @@ def ends_in_one_line(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder} cannot be written ({reason}): make room; {last_good(folder)}") from error
     finally:
         threading.excepthook = hook
+
+
+@contextmanager
+def launcher_ends_first(trainer: L.Trainer) -> Iterator[None]:
+    """Let a rank that Lightning has started end after the process that started it, where both do so by an error code.
+
+    That process looks at its children every five seconds, and kills itself if one has ended so. Without this, a job
+    that is stopped in good order loses its last line and its exit code, by which a scheduler requeues, now and then.
+    """
+    environment = trainer._accelerator_connector.cluster_environment
+    launcher = os.getppid()
+    try:
+        yield
+    except BaseException:
+        is_child = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
+        deadline = time.monotonic() + LAUNCHER_SECONDS
+        while is_child and os.getppid() == launcher and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise
 
 
 def last_good(folder: Path) -> str:

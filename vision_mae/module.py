@@ -38,6 +38,7 @@ class ViTOptimizerConfig(OptimizerConfig):
 
 
 DEFAULT_PROBE = ProbeConfig()
+BLOCK_MATRICES = r"\.blocks\.\d+\.(attn\.(qkv|proj)|mlp\.(w[123]|fc[12]))\.weight$"
 
 
 class MaskedAutoencoderModule(PretrainModule):
@@ -165,7 +166,10 @@ class MaskedAutoencoderModule(PretrainModule):
         return {"val/relative_loss": loss / baseline if baseline else float("nan")}
 
     def rules(self) -> list[Rule]:
-        return decay_rules([r"cls_token$", r"mask_token$"])
+        rules = decay_rules([r"cls_token$", r"mask_token$"])
+        if self.optimizer_config.name == "muon_adamw":  # as in a language model; timm's q, k and v are one matrix
+            rules.insert(0, Rule("matrices", BLOCK_MATRICES, optimizer="muon"))
+        return rules
 
     def callbacks(self) -> list[L.Callback]:
         return [Reconstructions(), KnnProbe(self.probe_config)]

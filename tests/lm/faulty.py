@@ -81,6 +81,18 @@ class LeaveOut(L.Callback):
         self._buffers = {}
 
 
+class NormOfStep(L.Callback):
+    """Remember the norm of the gradients that each optimizer step has seen."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            gradients = [parameter.grad for parameter in pl_module.parameters()]
+            self.norms.append(float(torch.cat([gradient.flatten() for gradient in gradients]).norm()))
+
+
 class Signal(L.Callback):
     """Send the process a signal in a step."""
 

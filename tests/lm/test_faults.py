@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lm.fit import main
 from pretrain.checkpoint import read_checkpoint
@@ -61,6 +62,20 @@ def test_a_broken_step_is_left_out_to_the_last_bit(tmp_path, settings, gradient,
     assert f"{reason}; samples {', '.join(map(str, samples))}" in warnings[0]
     assert [logged(broken.folder)[step]["faults/skipped_steps"] for step in (4, 8)] == [0, 1]
     assert json.loads((broken.folder / "summary.json").read_text())["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon_adamw"])
+def test_one_pass_over_the_gradients_serves_guard_clipping_and_log(tmp_path, monkeypatch, kind):
+    taken, take = [], torch.nn.utils.get_total_norm
+    monkeypatch.setattr(
+        torch.nn.utils, "get_total_norm", lambda *args, **kw: taken.append(take(*args, **kw)) or taken[-1]
+    )
+    settings = TINY | SHORT | {"trainer__gradient_clip_val": 0.01, "model__optimizer__name": kind}
+    run = train(tmp_path, *callback("tests.lm.faulty.NormOfStep"), **settings)
+    (seen,) = (recorder.norms for recorder in run.trainer.callbacks if hasattr(recorder, "norms"))
+    assert seen == pytest.approx([0.01] * 8, rel=1e-3)
+    assert len(taken) == 8
+    assert [logged(run.folder)[step]["optim/grad_norm"] for step in (4, 8)] == [float(taken[3]), float(taken[7])]
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """Settings that keep a run alive, one by one."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,3 +64,30 @@ def test_lightning_does_not_requeue_by_itself(tmp_path, monkeypatch):
     environment = cli.trainer._accelerator_connector.cluster_environment
     assert isinstance(environment, SLURMEnvironment)
     assert not environment.auto_requeue
+
+
+STARTED = """
+import sys
+import lightning
+from pretrain.policy import launcher_ends_first
+with launcher_ends_first(lightning.Trainer(logger=False, accelerator="cpu")):
+    print("at its end", flush=True)
+    sys.exit(143)
+"""
+LAUNCHER = """
+import subprocess, sys
+started = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+started.stdout.readline()
+try:
+    print(started.wait(timeout=float(sys.argv[2])))
+except subprocess.TimeoutExpired:
+    print("waits")
+"""
+
+
+@pytest.mark.parametrize(("rank", "seconds", "shown"), [("1", "2", "waits"), ("0", "60", "143")])
+def test_a_rank_that_lightning_has_started_ends_after_the_process_that_started_it(rank, seconds, shown):
+    """Lightning kills the first process of a job where it sees that another has ended with an error code."""
+    line = [sys.executable, "-c", LAUNCHER, STARTED, seconds]
+    done = subprocess.run(line, env=os.environ | {"LOCAL_RANK": rank}, capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == shown, done.stderr

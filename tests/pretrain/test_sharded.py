@@ -28,6 +28,7 @@ LM = CUT | {"trainer__gradient_clip_val": 0.5, "trainer__limit_val_batches": Non
 MOE = {"model__moe__n_experts": 3, "model__moe__top_k": 2, "model__moe__bias_update_rate": 0.01}
 MUON = {"model__optimizer__name": "muon_adamw"}
 ADAMW = {"model__optimizer__name": "adamw"}
+MAE = CUT | {"data__global_batch_size": 4, "model__probe__every_n_steps": 20}
 UNVALIDATED = {"trainer__limit_val_batches": 0}  # a text sample of 160 tokens is most of the time
 SHORT = {"trainer__max_steps": 4}
 CASES = {
@@ -35,7 +36,8 @@ CASES = {
     "dense-muon": LM | MUON | UNVALIDATED,
     "moe-adamw": LM | MOE | ADAMW | UNVALIDATED,
     "moe-muon": LM | MOE | MUON,
-    "mae": CUT | {"data__global_batch_size": 4, "model__probe__every_n_steps": 20},
+    "mae-adamw": MAE | ADAMW,
+    "mae-muon": MAE | MUON,
     "bf16": LM
     | MOE
     | MUON
@@ -52,12 +54,12 @@ STRATEGIES = {
         "--trainer.strategy.init_args.timeout=0:10:00",
     ],
 }
-RUNS = [(case, "fsdp2") for case in CASES] + [("dense-muon", "hsdp")]
-RUNS += [(case, "ddp") for case in ("dense-adamw", "moe-muon", "mae")]
+RUNS = [(case, strategy) for case in CASES for strategy in ("ddp", "fsdp2") if (case, strategy) != ("bf16", "ddp")]
+RUNS += [("dense-muon", "hsdp")]
 
 
 def job(case: str, strategy: str, folder: Path) -> tuple[str, list[str]]:
-    module, runs = ("vision_mae.fit", mae_runs) if case == "mae" else ("lm.fit", lm_runs)
+    module, runs = ("vision_mae.fit", mae_runs) if case.startswith("mae") else ("lm.fit", lm_runs)
     settings = CASES[case] | (SHORT if strategy == "hsdp" else {})
     return module, [*runs.arguments(folder, **settings), *STRATEGIES[strategy], "--trainer.devices=2"]
 
@@ -93,7 +95,7 @@ def alone(tmp_path_factory, exact) -> dict[str, Path]:
     """The run folders of one process, by case."""
     root = tmp_path_factory.mktemp("alone")
     return {
-        case: (mae_runs if case == "mae" else lm_runs).train(root / case, **settings).folder
+        case: (mae_runs if case.startswith("mae") else lm_runs).train(root / case, **settings).folder
         for case, settings in CASES.items()
     }
 

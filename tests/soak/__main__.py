@@ -1,9 +1,9 @@
-"""Train the tiny models under random kills, on 1 and 2 processes in turn, with NaN batches among the good ones.
+"""Train the tiny models under random kills, on one process and on two (DDP, FSDP2), with NaN batches among the good.
 
 Each campaign trains one of them twice: undisturbed, and disturbed, where every life of the run is killed (SIGKILL or
-SIGTERM, of one rank or all) after a random time and the next one is started with the very same command, on another
-number of processes. At the end both have to have the same losses, and nothing may be left: no process, no unfinished
-file, no growth of memory. Linux only.
+SIGTERM, of one rank or all) at a random moment and the next one is started with the very same command, but for the
+number of processes and the strategy. At the end both have to have the same losses, and nothing may be left: no process,
+no unfinished file, no growth of memory. Linux only.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import statistics
 import sys
@@ -21,7 +22,7 @@ from tests.soak.train import NAN_STEPS
 
 LOSS_TOLERANCE = 1e-5
 GROWTH = 0.05
-LIFETIME = (4.0, 45.0)  # seconds until a kill; a start takes about ten
+WAYS = (("auto", 1), ("ddp", 2), ("fsdp2", 2))  # strategies and the processes each life trains with
 PATIENCE = 180.0  # seconds in which a life has to end after a signal, or else it hangs
 NAN_AT = (7, 8, 31)
 SETTINGS = {
@@ -112,7 +113,7 @@ class Outcome:
             "name": self.campaign.name,
             "lives": len(self.lives),
             "ends": dict(self.ends),
-            "ranks": [life.ranks for life in self.lives],
+            "ways": dict(Counter(f"{life.strategy} on {life.ranks}" for life in self.lives)),
             "largest_difference": self.difference,
             "skipped_steps": self.skipped[1],
             "memory_growth": round(self.memory_growth, 4),
@@ -125,16 +126,17 @@ class Outcome:
 def run_campaign(campaign: Campaign, folder: Path, chance: random.Random, until: float, bar: tqdm) -> Outcome:
     """Train undisturbed, then under kills until a moment; from there on the run is let alone."""
     folder.mkdir(parents=True)
-    calm = _begin(campaign, folder / "calm", 1, "calm")
+    calm = _begin(campaign, folder / "calm", "auto", 1, "calm")
     _wait(calm, float("inf"))
+    undisturbed_seconds = time.monotonic() - calm.started  # a kill may come at any moment of a run
     lives: list[Life] = []
     ends: Counter[str] = Counter()
     left: list[str] = []
     while not lives or lives[-1].process.returncode != 0:
         mark = f"{campaign.name} {len(lives)} {time.time_ns()}"
-        life = _begin(campaign, folder / "killed", chance.choice((1, 2)), mark)
+        life = _begin(campaign, folder / "killed", *chance.choice(WAYS), mark)
         lives.append(life)
-        seconds = chance.uniform(*LIFETIME) if time.monotonic() < until else float("inf")
+        seconds = chance.uniform(0, undisturbed_seconds) if time.monotonic() < until else float("inf")
         end = "ended" if _wait(life, seconds) else _kill(life, chance)
         ends[end] += 1
         left += [f"process {process.pid}" for process in left_over(mark)]
@@ -147,16 +149,16 @@ def run_campaign(campaign: Campaign, folder: Path, chance: random.Random, until:
     return Outcome(campaign, logged(calm_folder), logged(killed_folder), skipped, calm, lives, ends, left)  # type: ignore[arg-type]
 
 
-def _begin(campaign: Campaign, runs_dir: Path, ranks: int, mark: str) -> Life:
-    settings = SETTINGS | campaign.settings | {"runs_dir": runs_dir, "trainer.devices": ranks}
-    settings["trainer.strategy"] = "auto" if ranks == 1 else "ddp"
+def _begin(campaign: Campaign, runs_dir: Path, strategy: str, ranks: int, mark: str) -> Life:
+    settings = SETTINGS | campaign.settings | {"runs_dir": runs_dir}
+    settings |= {"trainer.devices": ranks, "trainer.strategy": strategy}
     line = [sys.executable, "-m", "tests.soak.train", campaign.command]
     line += [
         "--config",
         str(config_folder() / campaign.config),
         *(f"--{key}={value}" for key, value in settings.items()),
     ]
-    return start(line, ranks, mark, runs_dir.with_suffix(".log"), **{NAN_STEPS: ",".join(map(str, NAN_AT))})
+    return start(line, strategy, ranks, mark, runs_dir.with_suffix(".log"), **{NAN_STEPS: ",".join(map(str, NAN_AT))})
 
 
 def _wait(life: Life, seconds: float) -> bool:
@@ -195,9 +197,12 @@ def _only_run(runs_dir: Path) -> Path:
 
 
 def _files(run: Path) -> set[str]:
-    """Return what lies in the folder of a run, but for the events, of which every life writes a file."""
+    """Return what lies in the folder of a run, but for the events, of which every life writes a file.
+
+    A sharded checkpoint, a folder, counts as one of a single file.
+    """
     names = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-    return {name for name in names if "events.out.tfevents" not in name}
+    return {re.sub(r"\.ckpt/.*", ".ckpt", name) for name in names if "events.out.tfevents" not in name}
 
 
 def _skipped(run: Path) -> int:

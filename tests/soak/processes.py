@@ -17,6 +17,7 @@ class Life:
     """One start of a run, until it ends or is killed.
 
     Attributes:
+        strategy: of Lightning's, and ours.
         ranks: how many processes it trains with.
         mark: by which its processes are found, those that have lost their parent included.
         memory: (seconds since the start, resident bytes of the largest process).
@@ -24,6 +25,7 @@ class Life:
     """
 
     process: subprocess.Popen
+    strategy: str
     ranks: int
     mark: str
     started: float = field(default_factory=time.monotonic)
@@ -49,14 +51,14 @@ class Life:
         return max((held for _, held in self.memory), default=0)
 
 
-def start(line: list[str], ranks: int, mark: str, log: Path, **variables: str) -> Life:
+def start(line: list[str], strategy: str, ranks: int, mark: str, log: Path, **variables: str) -> Life:
     """Start a life, in a session of its own."""
     environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"} | variables
     with log.open("ab") as output:
         process = subprocess.Popen(
             line, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    return Life(process, ranks, mark)
+    return Life(process, strategy, ranks, mark)
 
 
 def marked(mark: str) -> list[psutil.Process]:

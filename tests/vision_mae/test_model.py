@@ -255,6 +255,23 @@ def test_the_groups_without_decay():
     assert "encoder.blocks.0.mlp.u.weight" not in exempt
 
 
+@pytest.mark.parametrize("kind", ["mlp", "bi-moa"])
+def test_muon_takes_the_matrices_of_the_blocks(kind):
+    """Neither gates nor what turns patches into tokens and back."""
+    model, module = tiny_model(kind), tiny_module(kind=kind)
+    module.optimizer_config = ViTOptimizerConfig("muon_adamw", lr=1e-3)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    taken = [
+        names[id(parameter)]
+        for rule, parameters in assign_parameters(model.named_parameters(), module.rules())
+        for parameter in parameters
+        if rule.optimizer == "muon"
+    ]
+    matrices = {name for name, parameter in model.named_parameters() if ".blocks." in name and parameter.ndim == 2}
+    assert set(taken) == {name for name in matrices if not name.endswith((".u.weight", ".v.weight"))}
+    assert taken
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
