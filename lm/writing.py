@@ -12,8 +12,8 @@ from lm.model import Llama
 from lm.sampling import generate
 from lm.streaming import TextStream
 from lm.tokenizers import Tokenizer
+from pretrain.atomic import write_atomically
 from pretrain.errors import UserError
-from pretrain.run import write_atomically
 
 
 class Written(NamedTuple):

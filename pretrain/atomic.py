@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, made by one process at a time."""
+"""Files and folders that appear whole or not at all; a folder is made by one process at a time."""
 
 import fcntl
 import os
@@ -108,6 +108,14 @@ def readable_as_usual(file: Path) -> None:
     umask = os.umask(0)  # there is no way only to read it
     os.umask(umask)
     file.chmod(0o666 & ~umask)
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old one or the new one, never a part."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(file.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, file)
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from pretrain.atomic import write_atomically
 from pretrain.loader import TrainLoader
 from pretrain.metrics import DivergedError, StepMetrics, log_metrics
 
@@ -55,6 +56,15 @@ class FaultLog:
         shown = ", ".join(map(str, samples[:SHOWN_SAMPLES])) + (", .." if len(samples) > SHOWN_SAMPLES else "")
         verb = "left out" if kind == "skipped_step" else "noted"
         tqdm.write(f"warning: step {record.step} {verb}: {reason}; samples {shown} (all in {self.file})")
+
+    @rank_zero_only
+    def forget_after(self, step: int) -> None:
+        """Drop the faults of steps that a resumed run takes again, and a line that a kill has cut short."""
+        if not self.file.exists():
+            return
+        whole = [line for line in self.file.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1:] == "\n"]
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        write_atomically(self.file, "".join(kept))
 
 
 def append_line(file: Path, line: str) -> None:
@@ -103,6 +113,9 @@ class StepGuard(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.skipped_steps, self.in_a_row = state_dict["skipped_steps"], state_dict["in_a_row"]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._log.forget_after(trainer.global_step)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         self._loss = self._loss + loss.detach()

@@ -20,6 +20,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
+from pretrain.atomic import write_atomically
 from pretrain.callbacks import StopSignal, find_callback
 from pretrain.errors import UserError
 from pretrain.faults import StepGuard
@@ -67,14 +68,6 @@ def claimed(folder: Path, anew: bool) -> Iterator[None]:
     finally:
         (folder / LOCK).unlink(missing_ok=True)
         os.close(lock)
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old one or the new one, never a part."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(file.name + ".tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, file)
 
 
 def write_json(file: Path, data: Any) -> None:

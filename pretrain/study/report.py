@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from pretrain.run import write_atomically
+from pretrain.atomic import write_atomically
 from pretrain.study.compare import Comparisons, compare, mode_name
 from pretrain.study.figures import draw_figures
 from pretrain.study.file import Study

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.atomic import write_atomically
 from pretrain.errors import UserError
-from pretrain.run import write_atomically
 from pretrain.study.execute import command_line, verdict
 from pretrain.study.grid import Run
 from pretrain.study.store import FINISHED, LOG, OPEN, Standing, Store

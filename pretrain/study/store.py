@@ -18,11 +18,11 @@ from typing import Any
 
 import yaml
 
-from pretrain.atomic import settled
+from pretrain.atomic import settled, write_atomically
 from pretrain.checkpoint import LAST, is_checkpoint
 from pretrain.errors import UserError
 from pretrain.recovery import completed_summary
-from pretrain.run import CONFIG, LOCK, SUMMARY, write_atomically
+from pretrain.run import CONFIG, LOCK, SUMMARY
 from pretrain.study.grid import Run
 from pretrain.study.settings import nested
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.fit import main
+from lm.fit import main, run
 from pretrain.checkpoint import read_checkpoint
 from pretrain.metrics import DivergedError
 from pretrain.order import SampleStream
@@ -99,6 +99,17 @@ def test_the_gradient_scaler_may_look_for_its_scale(tmp_path):
     finished = train(tmp_path, *precision, *callback(BREAK, steps="[36]"), **settings)
     assert finished.trainer.precision_plugin.scaler.get_scale() < 2.0**40
     assert [fault["step"] for fault in faults(finished.folder)] == [36]
+
+
+@pytest.mark.parametrize("lost", [0, 9], ids=["whole", "cut short"])
+def test_a_resumed_run_tells_of_a_fault_once(tmp_path, lost):
+    """Step 7 is taken again; its line was the last one, which a kill may have cut short."""
+    settings = SHORT | TINY | {"checkpoint_every_n_steps": 4, "keep_last_checkpoints": 2}
+    folder = train(tmp_path, *callback(BREAK, steps="[3,7]"), **settings).folder
+    file = folder / "faults.jsonl"
+    os.truncate(file, file.stat().st_size - lost)
+    run(["--resume", str(folder / "checkpoints/step_00000004.ckpt")])
+    assert [fault["step"] for fault in faults(folder)] == [3, 7]
 
 
 @pytest.mark.parametrize(("allowed", "end"), [(0, 7), (2, 9)])
