@@ -75,7 +75,7 @@ def policy_callbacks(folder: Path, config: Any) -> list[Callback]:
     return [
         StepGuard(folder, config.max_skipped_steps),
         LossSpikes(folder, config.loss_spike_deviations),
-        HangWatch(config.hang_timeout_minutes),
+        HangWatch(folder, config.hang_timeout_minutes),
     ]
 
 

@@ -1,16 +1,21 @@
 """A rank that hangs ends the job, and is named: otherwise the others wait for it without a word."""
 
+import json
 import os
 import platform
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+
+from pretrain.run import SUMMARY, write_json
 
 EXIT_CODE = 124  # of `timeout`, a program whose time is up
 MARGIN = timedelta(minutes=5)  # torch ends a collective too, without names: it is to be the later one
@@ -20,16 +25,20 @@ FAREWELL_SECONDS = 10.0
 class HangWatch(L.Callback):
     """End all processes with exit code 124 and one line if the training makes no progress for some minutes.
 
+    `summary.json` then says `hung`.
+
     Each rank counts what it has got through (batches, backward passes, steps) and a thread publishes the count in the
     store that the ranks found each other by. All of them come to stand behind a rank that hangs, and that one has the
     lowest count. A thread, since the main one is then inside a collective, or inside a wait for the device, and since
     torch's own time-outs do not tell which rank is missing.
 
     Args:
+        folder: the run folder.
         minutes: without progress; None switches it off.
     """
 
-    def __init__(self, minutes: float | None) -> None:
+    def __init__(self, folder: Path, minutes: float | None) -> None:
+        self.folder = folder
         self.minutes = minutes
         self._count = 0
         self._since = 0.0  # of the last progress, by time.monotonic
@@ -86,6 +95,10 @@ class HangWatch(L.Callback):
             line = f"error: no progress for {patience / 60:g} minutes, and {who}: look there; go on with --resume auto"
             sys.stderr.flush()
             os.write(2, f"{line}\n".encode())
+        if rank == 0:
+            with suppress(OSError, ValueError):  # the line above says more
+                summary = json.loads((self.folder / SUMMARY).read_text(encoding="utf-8"))
+                write_json(self.folder / SUMMARY, summary | {"exit_state": "hung"})
         # Together, so that none has the time to complain that another has left.
         store.add("watch/leaving", 1)
         deadline = time.monotonic() + FAREWELL_SECONDS

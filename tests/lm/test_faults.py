@@ -137,6 +137,7 @@ def test_a_rank_that_hangs_ends_the_job_by_its_name(tmp_path):
     assert done.returncode == EXIT_CODE
     (line,) = (line for line in done.stderr.splitlines() if "error" in line.lower())
     assert f"no progress for 0.1 minutes, and rank 1 on {os.uname().nodename} did not arrive" in line
+    assert json.loads((run_folder(tmp_path) / "summary.json").read_text())["exit_state"] == "hung"
 
 
 @pytest.fixture
