@@ -13,6 +13,7 @@ from pretrain.atomic import settled
 from pretrain.checkpoint import BEST, LAST, NEXT, find_checkpoint, is_checkpoint, read_checkpoint
 from pretrain.errors import UserError
 from pretrain.run import SUMMARY, RunRecord, read_curve, write_json
+from pretrain.shards import STATE, damaged_slice, is_shard_folder
 
 
 def checkpoints_of(run: Path) -> list[Path]:
@@ -26,22 +27,22 @@ def checkpoints_of(run: Path) -> list[Path]:
 def why_torn(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint that a run could not go on from, in one line; None: it is whole.
 
-    Every byte of a file is read, once in the life of a job, as the resume itself does next: torch stores a checksum
-    (CRC-32) of each tensor, which covers holes and flipped bits, not only a file cut short, and needs no record beside
-    the file that could be lost or be older than it. Of a folder of shards, every part has to be there at full length.
+    Every byte is read, once in the life of a job, as the resume itself does next: a checkpoint holds a checksum
+    (CRC-32) of each tensor, torch's own in a file and ours in a folder of shards. It covers holes and flipped bits, not
+    only a file cut short, and needs no record beside the files that could be lost or be older than they are.
     """
     try:
         read_checkpoint(checkpoint, resumable=True, lazy=True)
-        if checkpoint.is_file():
-            with zipfile.ZipFile(checkpoint) as archive:
-                broken = archive.testzip()
-            if broken is not None:
-                return f"{checkpoint} is damaged: the checksum of its part {broken} is wrong"
+        is_folder = is_shard_folder(checkpoint)
+        with zipfile.ZipFile(checkpoint / STATE if is_folder else checkpoint) as archive:
+            broken = archive.testzip()
+        if broken is None and is_folder:
+            broken = damaged_slice(checkpoint)
     except UserError as error:
         return str(error)
-    except (OSError, zipfile.BadZipFile, EOFError) as error:
+    except Exception as error:  # zipfile's and safetensors' own, and whatever a damaged header leads to
         return f"{checkpoint} cannot be read ({error})"
-    return None
+    return None if broken is None else f"{checkpoint} is damaged: the checksum of its part {broken} is wrong"
 
 
 def intact_checkpoint(run_or_file: str | Path) -> Path:

@@ -4,8 +4,8 @@
         state.ckpt                            everything but the tensors of model and optimizer
         part-00000-of-00002.safetensors       the slices of one device; part 0 also has what all devices hold alike
 
-A slice is some rows of a tensor. Its place is in the header of its file, {name: [first row, rows in all]}, so that the
-files are all there is: no index that could disagree with them. Tensors are called by parameter, as
+A slice is some rows of a tensor. Its place, {name: [first row, rows in all]}, and its CRC-32 are in the header of its
+file, so that the files are all there is: no index that could disagree with them. Tensors are called by parameter, as
 `weights/model.norm.weight` and `optimizer.0/model.norm.weight/exp_avg`.
 
 Not the format of torch.distributed.checkpoint, whose index is a pickle that names classes of torch: reading it means to
@@ -16,6 +16,7 @@ file before anything is read.
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,7 +33,7 @@ from pretrain.untrusted import check_archive, check_content
 
 STATE = "state.ckpt"
 PART = re.compile(r"part-(\d{5})-of-(\d{5})\.safetensors")
-ROWS = "rows"  # in the header of a part
+ROWS, CHECKSUMS = "rows", "crc32"  # in the header of a part
 
 
 def is_shard_folder(path: Path) -> bool:
@@ -108,6 +109,20 @@ def read_shards(folder: Path, with_optimizer: bool) -> dict[str, Any]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{folder} is no readable checkpoint ({reason}): use another one") from error
     return {**state, "state_dict": weights, **({"optimizer_states": optimizer_states} if with_optimizer else {})}
+
+
+def damaged_slice(folder: Path) -> str | None:
+    """Return which slice is not what was written, reading them all; None: all are, as far as they have a checksum."""
+    for file in _parts(folder):
+        with safe_open(file, "pt") as part:
+            for name, expected in json.loads((part.metadata() or {}).get(CHECKSUMS, "{}")).items():
+                if _checksum(part.get_tensor(name)) != expected:
+                    return f"{name} in {file.name}"
+    return None
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def assembled(checkpoint: Any, allocate: Callable[..., Tensor] = torch.empty) -> Any:
@@ -287,7 +302,8 @@ def _write_part(file: Path, tensors: dict[str, tuple[Tensor, int, int]]) -> None
 
     rows = {name: (first, in_all) for name, (part, first, in_all) in tensors.items() if part.ndim}
     values = {name: part.detach().cpu().contiguous() for name, (part, _, _) in tensors.items()}
-    save_file(values, file, metadata={ROWS: json.dumps(rows)})
+    checksums = {name: _checksum(value) for name, value in values.items()}
+    save_file(values, file, metadata={ROWS: json.dumps(rows), CHECKSUMS: json.dumps(checksums)})
     readable_as_usual(file)
     with file.open("rb") as written:
         os.fsync(written.fileno())

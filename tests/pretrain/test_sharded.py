@@ -4,16 +4,20 @@ Every run takes the same steps of four micro-batches of one sample, which one pr
 runs of two processes are made at once, since starting them costs most.
 """
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from lm.fit import run as fit_lm
 from lm.module import LanguageModule
 from pretrain import optim
 from pretrain.checkpoint import read_checkpoint
 from pretrain.errors import INTERRUPTED_EXIT_CODE, UserError
+from pretrain.recovery import why_torn
 from pretrain.reload import load_module
 from tests.lm import runs as lm_runs
 from tests.ranks import run_on_two_ranks
@@ -152,6 +156,18 @@ def test_a_folder_of_slices_is_the_checkpoint_of_one_process(folders, alone):
     for number, entry in other["state"].items():
         for key, value in entry.items():
             torch.testing.assert_close(mine["state"][number][key], value, atol=1e-4, rtol=0)
+
+
+def test_every_slice_has_its_checksum(folders, tmp_path):
+    checkpoint = tmp_path / "last.ckpt"
+    shutil.copytree(folders["dense-adamw", "fsdp2"] / "checkpoints/last.ckpt", checkpoint)
+    assert why_torn(checkpoint) is None
+    for part in sorted(checkpoint.glob("part-*")):
+        with safe_open(part, "pt") as file:
+            assert set(json.loads(file.metadata()["crc32"])) == set(file.keys())
+    content = part.read_bytes()
+    part.write_bytes(content[:-1] + bytes([content[-1] ^ 128]))
+    assert f"in {part.name} is wrong" in why_torn(checkpoint)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import shutil
 import zipfile
+import zlib
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from pretrain.checkpoint import AtomicCheckpointIO, find_checkpoint, read_checkpoint
 from pretrain.consolidate import consolidate, main
 from pretrain.errors import UserError
+from pretrain.recovery import why_torn
 
 GROUPS = [{"name": "all", "lr": 0.1, "params": [0, 1]}]
 NAMES = ["model.b", "model.w"]  # the optimizer's order
@@ -20,7 +22,8 @@ WEIGHT, AVERAGE, BIAS = torch.arange(15.0).view(5, 3), torch.arange(15.0).view(5
 def part(folder, index, count, rows, **tensors):
     tensors = {name.replace("__", "/").replace("_of_", "."): value.contiguous() for name, value in tensors.items()}
     file = folder / f"part-{index:05d}-of-{count:05d}.safetensors"
-    save_file(tensors, file, metadata={"rows": json.dumps(rows)})
+    checksums = {name: zlib.crc32(bytes(value.flatten().numpy())) for name, value in tensors.items()}
+    save_file(tensors, file, metadata={"rows": json.dumps(rows), "crc32": json.dumps(checksums)})
 
 
 @pytest.fixture
@@ -92,6 +95,16 @@ def test_a_kill_between_the_two_moves_of_a_save_loses_nothing(folder):
     folder.rename(aside)
     assert_whole(read_checkpoint(find_checkpoint(folder.parent.parent), resumable=True))
     assert find_checkpoint(folder.parent.parent.parent) == aside
+
+
+@pytest.mark.parametrize("name", ["part-00000-of-00003.safetensors", "part-00002-of-00003.safetensors", "state.ckpt"])
+def test_a_flipped_bit_is_found(folder, name):
+    """The last byte of a part belongs to a tensor."""
+    assert why_torn(folder) is None
+    content = bytearray((folder / name).read_bytes())
+    content[content.index(b"model.w") if name == "state.ckpt" else -1] ^= 1
+    (folder / name).write_bytes(content)
+    assert str(folder) in why_torn(folder)
 
 
 class Executed:
