@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from moa import mixing
-from moa.kernels import torch_mix
+from moa.kernels import torch_activations, torch_mix
 
 IMPLEMENTATIONS = ("auto", "reference", "torch", "inductor", "triton")
 
@@ -47,7 +47,7 @@ def check_implementation(name: str, kind: str, function: mixing.Mixing | None, a
         return
     if function not in FORMS:
         raise ValueError(f"implementation={name!r} does not apply to {kind!r}, which has no fused form: leave it out")
-    unknown = [activation for activation in activations if not torch_mix.knows(activation)]
+    unknown = [activation for activation in activations if not torch_activations.knows(activation)]
     if unknown:
         raise ValueError(f"implementation={name!r} does not know the activation {unknown[0]!r}: leave it out")
     if name == "triton" and not (has_triton() and (torch.cuda.is_available() or _is_interpreted())):
@@ -79,7 +79,7 @@ def apply(
 
 def choose(y: Tensor, activations: Sequence[str]) -> str:
     """What `auto` means for this tensor and dictionary."""
-    if not all(map(torch_mix.knows, activations)) or _is_transformed():
+    if not all(map(torch_activations.knows, activations)) or _is_transformed():
         return "reference"
     if y.device.type == "cuda" and has_triton() and y.dtype != torch.float64:
         return "triton"

@@ -7,23 +7,20 @@ The four forms, named as in `moa.fused`; g is dL/dh, and every sum over channels
     bi_sided     h = R(y) S(z)     R(t) = sum_k rho_k sigma_k(t)
     quadratic    h = sum_k sigma_k(y) P_k,    P_k = sum_{l>=k} pi_kl sigma_l(z)
 
-Nothing but y, z and the gates is needed to go back: activations are computed again, their values and slopes from one
-sigmoid, one erf, one tanh and one comparison.
+Nothing but y, z and the gates is needed to go back: activations are computed again (`moa.kernels.torch_activations`).
 
 Shapes: N tokens, D channels, m activations, R mixing weights of a token: m, or m(m+1)/2 for the quadratic form.
 """
 
-import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moa.activations import ACTIVATIONS
+from moa.kernels.torch_activations import Point, basis, in_basis, out_of_basis, widened
 from moa.mixing import pairs
 
 # (grad_y, grad_z, grad_pi, grad_rho); None for what a form does not have.
@@ -39,6 +36,7 @@ ONE_LOOP: dict[str, Any] = {
     "realize_reads_threshold": 1_000,
     "realize_acc_reads_threshold": 1_000,
     "max_fusion_size": 1_000,
+    "cpp.enable_floating_point_contract_flag": "fast",  # a product and a sum in one instruction
 }
 
 
@@ -132,7 +130,7 @@ def compiled_rows(function: Callable[..., Any], form: str, names: tuple[str, ...
 
     # A code object of its own for each: Dynamo limits how often one is compiled, and is generous with sizes and types.
     def rows(*tensors):
-        return function(form, names, *tensors)
+        return function(form, names, *tensors, in_one_loop=True)
 
     own = types.FunctionType(rows.__code__.replace(), rows.__globals__, closure=rows.__closure__)
     return torch.compile(own, options=ONE_LOOP, fullgraph=True)  # a break would pass everything through memory
@@ -142,117 +140,38 @@ def compiled_rows(function: Callable[..., Any], form: str, names: tuple[str, ...
 
 
 def forward_rows(
-    form: str, names: tuple[str, ...], y: Tensor, z: Tensor | None, pi: Tensor, rho: Tensor | None
+    form: str,
+    names: tuple[str, ...],
+    y: Tensor,
+    z: Tensor | None,
+    pi: Tensor,
+    rho: Tensor | None,
+    in_one_loop: bool = False,
 ) -> Tensor:
     """h (N, D) of a block of tokens."""
-    at_y, at_z = Point(y, False), None if z is None else Point(z, False)
+    at_y, at_z = (None if t is None else Point(t, with_slopes=False, in_one_loop=in_one_loop) for t in (y, z))
     parts = basis(form, names)
     gates = [in_basis(columns(weights), names, parts) for weights in (pi, rho)]
     return FORMS[form].forward(parts, at_y, at_z, *gates).to(y.dtype)
 
 
 def backward_rows(
-    form: str, names: tuple[str, ...], g: Tensor, y: Tensor, z: Tensor | None, pi: Tensor, rho: Tensor | None
+    form: str,
+    names: tuple[str, ...],
+    g: Tensor,
+    y: Tensor,
+    z: Tensor | None,
+    pi: Tensor,
+    rho: Tensor | None,
+    in_one_loop: bool = False,
 ) -> tuple[Any, ...]:
     """The gradients of y and z, and the sums over channels (N, R) for pi and rho, of a block of tokens."""
-    at_y, at_z = Point(y, True), None if z is None else Point(z, True)
+    at_y, at_z = (None if t is None else Point(t, with_slopes=True, in_one_loop=in_one_loop) for t in (y, z))
     parts = basis(form, names)
     gates = [in_basis(columns(weights), names, parts) for weights in (pi, rho)]
     grad_y, grad_z, *sums = FORMS[form].backward(parts, widened(g), at_y, at_z, *gates)
     sums = [None if s is None else torch.stack(out_of_basis(s, names, parts), dim=-1) for s in sums]
     return grad_y.to(y.dtype), None if grad_z is None else grad_z.to(y.dtype), *sums
-
-
-# A mixture needs no leaky ReLU of its own: it is a sum of others.
-LEAKY_RELU = {"id": 0.01, "relu": 0.99}
-
-
-def basis(form: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The functions that span a dictionary; the quadratic form would have more pairs of them than of the names."""
-    if form == "quadratic" or "leaky_relu" not in names:
-        return names
-    others = [name for name in names if name != "leaky_relu"]
-    return (*others, *[part for part in LEAKY_RELU if part not in others])
-
-
-def in_basis(weights: list[Tensor], names: tuple[str, ...], parts: tuple[str, ...]) -> list[Tensor]:
-    """The weights of a basis from those of the names."""
-    if parts == names or not weights:
-        return weights
-    of = dict(zip(names, weights, strict=True))
-    leaky = of.pop("leaky_relu")
-    for part, share in LEAKY_RELU.items():
-        of[part] = of[part] + share * leaky if part in of else share * leaky
-    return [of[part] for part in parts]
-
-
-def out_of_basis(sums: list[Tensor], names: tuple[str, ...], parts: tuple[str, ...]) -> list[Tensor]:
-    """The gradients of the names' weights from those of a basis: what `in_basis` does, backwards."""
-    if parts == names:
-        return sums
-    of = dict(zip(parts, sums, strict=True))
-    of["leaky_relu"] = LEAKY_RELU["id"] * of["id"] + LEAKY_RELU["relu"] * of["relu"]
-    return [of[name] for name in names]
-
-
-class Point:
-    """The activations and their slopes at t; what several of them share is computed once."""
-
-    def __init__(self, t: Tensor, with_slopes: bool) -> None:
-        self.t = widened(t)
-        self._values = VALUES_WITH_SLOPES if with_slopes else VALUES
-        self._known: dict[str, Tensor] = {}
-
-    def values(self, names: Sequence[str]) -> list[Tensor]:
-        """sigma_k(t) for each name."""
-        return [self[name] for name in names]
-
-    def slopes(self, names: Sequence[str]) -> list[Any]:
-        """sigma_k'(t) for each name, a tensor or a number."""
-        return [SLOPES[name](self) for name in names]
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._known:
-            self._known[name] = self._values[name](self)
-        return self._known[name]
-
-
-LOG_DENSITY_AT_0 = -math.log(math.sqrt(2 * math.pi))  # of the standard normal distribution, whose integral is Phi
-
-# The fewest passes through a block: a number that is the first argument of `add` or `addcmul` saves one.
-VALUES: dict[str, Callable[[Point], Tensor]] = {
-    "id": lambda at: at.t,
-    "gelu": lambda at: F.gelu(at.t),
-    "silu": lambda at: F.silu(at.t),
-    "relu2": lambda at: at["relu"] * at["relu"],
-    "leaky_relu": lambda at: F.leaky_relu(at.t, 0.01),
-    "tanh": lambda at: torch.tanh(at.t),
-    "relu": lambda at: torch.relu(at.t),
-}
-VALUES_WITH_SLOPES: dict[str, Callable[[Point], Tensor]] = VALUES | {
-    "gelu": lambda at: at.t * at["Phi"],
-    "silu": lambda at: at.t * at["sigmoid"],
-    "sigmoid": lambda at: torch.sigmoid(at.t),
-    "Phi": lambda at: torch.add(at.t.new_full((), 0.5), (at.t * math.sqrt(0.5)).erf_(), alpha=0.5),
-    "density": lambda at: torch.addcmul(at.t.new_full((), LOG_DENSITY_AT_0), at.t, at.t, value=-0.5).exp_(),
-    "step": lambda at: torch.sign(at["relu"]),  # faster than a comparison, which makes booleans first
-}
-SLOPES: dict[str, Callable[[Point], Any]] = {
-    "id": lambda at: 1.0,
-    "gelu": lambda at: torch.addcmul(at["Phi"], at.t, at["density"]),
-    "silu": lambda at: torch.addcmul(at["sigmoid"], at["silu"], 1 - at["sigmoid"]),
-    "relu2": lambda at: 2 * at["relu"],
-    "leaky_relu": lambda at: (0.99 * at["step"]).add_(0.01),
-    "tanh": lambda at: torch.addcmul(at.t.new_ones(()), at["tanh"], at["tanh"], value=-1),
-    "relu": lambda at: at["step"],
-}
-
-_KNOWN = {name: ACTIVATIONS[name] for name in SLOPES}
-
-
-def knows(name: str) -> bool:
-    """Whether the derivative of this activation is here: of a name that still means what it did."""
-    return name in _KNOWN and ACTIVATIONS.get(name) is _KNOWN[name]
 
 
 class TypeOne:
@@ -350,8 +269,3 @@ def over_channels(g: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
 def columns(weights: Tensor | None) -> list[Tensor]:
     """Mixing weights one by one, each (N, 1) or a constant (1,)."""
     return [] if weights is None else [column[..., None] for column in widened(weights).unbind(-1)]
-
-
-def widened(t: Tensor) -> Tensor:
-    """t in float32 at least, in which everything is computed."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))

@@ -25,7 +25,9 @@ class Comparison:
     parameters: int | None
     activated: int | None
     parameter_overhead: float | None  # parameters over the baseline's, - 1
-    time_overhead: float | None  # time for a token (or image) over the baseline's, - 1, median over seeds
+    time_overhead: (
+        float | None
+    )  # time for a token (or image) over the baseline's, - 1, median over seeds; None: untimed
 
     @property
     def is_baseline(self) -> bool:
@@ -103,7 +105,7 @@ def _comparison(
         parameters=parameters.get("total"),
         activated=parameters.get("activated"),
         parameter_overhead=parameters["total"] / of_baseline["total"] - 1 if parameters and of_baseline else None,
-        time_overhead=baseline_speed / speed - 1 if speed and baseline_speed else None,
+        time_overhead=baseline_speed / speed - 1 if study.timed and speed and baseline_speed else None,
     )
 
 

@@ -27,6 +27,7 @@ KEYS = {
     "samples": "training samples of a source that is not at hand when the study is planned",
     "runs": "folder of the runs, shared by studies that name the same one; default: the study's name",
     "keep_checkpoints": "false deletes those of finished runs",
+    "timed": "false leaves times out of the report: the runs shared their machine",
 }
 OF_A_SIZE = ("config", "lr", "samples")
 
@@ -62,6 +63,7 @@ class Study:
     epochs: float
     runs: str
     keep_checkpoints: bool
+    timed: bool
 
     @property
     def sizes(self) -> list[str]:
@@ -99,6 +101,7 @@ def read_study(file: Path, changes: dict[str, Any] | None = None) -> Study:
         epochs=_number(file, "epochs", text.get("epochs", 1)),
         runs=str(text.get("runs", file.stem)),
         keep_checkpoints=bool(text.get("keep_checkpoints", True)),
+        timed=bool(text.get("timed", True)),
     )
     _check(file, study)
     return study

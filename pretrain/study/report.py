@@ -111,8 +111,8 @@ def _meaning(study: Study) -> str:
     return (
         f"Relative: terminal validation loss minus that of the baseline ({baselines}) with the same seed, mean ± "
         "standard deviation over the seeds; below 0 is better. Interval and p: Student's t for pairs. "
-        "Parameters: in all, and against the baseline. "
-        "Time: of a step against the baseline's, as these runs measured it, beside whatever else the machine did."
+        "Parameters: in all, and against the baseline."
+        + (" Time: of a step, as a multiple of the baseline's, as these runs measured it." if study.timed else "")
     )
 
 

@@ -18,7 +18,8 @@ def markdown(header: list[str], rows: list[list[str]], left: int = 1) -> str:
 
 def loss_table(comparisons: list[Comparison]) -> str:
     """Terminal losses, relative to the baseline: one size, one mode."""
-    header = ["method", "lr", "val/loss", "relative", "95% interval", "p", "seeds", "parameters", "time"]
+    header = ["method", "lr", "val/loss", "relative", "95% interval", "p", "seeds", "parameters"]
+    timed = any(c.time_overhead is not None for c in comparisons)
     rows = []
     for c in comparisons:
         versus = c.versus
@@ -32,10 +33,10 @@ def loss_table(comparisons: list[Comparison]) -> str:
                 "" if versus is None or versus.p is None else f"{versus.p:.3f}".replace("0.000", "<0.001"),
                 f"{len(c.runs)}" if len(c.runs) == c.n_seeds else f"{len(c.runs)} of {c.n_seeds}",
                 _overhead(c.parameters, c.parameter_overhead, c.is_baseline),
-                "" if c.time_overhead is None else f"{1 + c.time_overhead:.2f}x",
+                *(["-" if c.time_overhead is None else f"{1 + c.time_overhead:.2f}x"] if timed else []),
             ]
         )
-    return markdown(header, rows)
+    return markdown(header + ["time"] * timed, rows)
 
 
 def rate_table(compared: Comparisons, size: str) -> str:

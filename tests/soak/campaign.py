@@ -20,7 +20,7 @@ from tests.runs import logged
 from tests.soak.processes import Life, left_over, start
 from tests.soak.train import NAN_STEPS
 
-LOSS_TOLERANCE = 1e-5
+LOSS_TOLERANCE = 1e-5  # with the strategies in turn; within one it would be 0
 GROWTH = 0.05
 WAYS = (("auto", 1), ("ddp", 2), ("fsdp2", 2))  # strategies and the processes each life trains with
 PATIENCE = 180.0  # seconds in which a life has to end after a signal, or else it hangs
@@ -32,11 +32,13 @@ SETTINGS = {
     "trainer.max_steps": 60,
     "trainer.val_check_interval": 20,
     "trainer.log_every_n_steps": 5,
-    "trainer.limit_val_batches": 4,
     "trainer.enable_progress_bar": "false",
     "trainer.accelerator": "cpu",
 }
 TEXT = {"data.sequence_length": 64, "data.global_batch_size": 8, "data.micro_batch_size": 2}
+TEXT |= {"data.source": "demo:val", "data.val_source": "null", "data.val_fraction": 0.02}
+# Two ranks add up in another order than one. At the rates of the demos, the last bits grow to 1e-3 within 60 steps.
+TEXT |= {"model.optimizer.lr": 3e-4}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,150 @@
+"""The activations of `moa.activations` and their derivatives in torch, sharing what they share.
+
+Three ways to the same values, by what they cost:
+
+- `VALUES`: each by the function that torch has for it, in one pass through a block of tokens;
+- `VALUES_WITH_SLOPES`: where the slopes are needed too, from one sigmoid, one erf, one tanh and one comparison;
+- `VALUES_IN_ONE_LOOP`: where inductor writes one loop in float32, and not passes but arithmetic is what costs: sigmoid
+  and tanh from one exponential, Phi and its density from another.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moa.activations import ACTIVATIONS
+
+
+class Point:
+    """The activations and their slopes at t; what several of them share is computed once."""
+
+    def __init__(self, t: Tensor, with_slopes: bool, in_one_loop: bool) -> None:
+        self.t = widened(t)
+        self._values = VALUES_WITH_SLOPES if with_slopes else VALUES
+        if in_one_loop and self.t.dtype == torch.float32:
+            self._values = VALUES_IN_ONE_LOOP
+        self._known: dict[str, Tensor] = {}
+
+    def values(self, names: Sequence[str]) -> list[Tensor]:
+        """sigma_k(t) for each name."""
+        return [self[name] for name in names]
+
+    def slopes(self, names: Sequence[str]) -> list[Any]:
+        """sigma_k'(t) for each name, a tensor or a number."""
+        return [SLOPES[name](self) for name in names]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._known:
+            self._known[name] = self._values[name](self)
+        return self._known[name]
+
+
+LOG_DENSITY_AT_0 = -math.log(math.sqrt(2 * math.pi))  # of the standard normal distribution, whose integral is Phi
+
+# The fewest passes through a block: a number that is the first argument of `add` or `addcmul` saves one.
+VALUES: dict[str, Callable[[Point], Tensor]] = {
+    "id": lambda at: at.t,
+    "gelu": lambda at: F.gelu(at.t),
+    "silu": lambda at: F.silu(at.t),
+    "relu2": lambda at: at["relu"] * at["relu"],
+    "leaky_relu": lambda at: F.leaky_relu(at.t, 0.01),
+    "tanh": lambda at: torch.tanh(at.t),
+    "relu": lambda at: torch.relu(at.t),
+}
+VALUES_WITH_SLOPES: dict[str, Callable[[Point], Tensor]] = VALUES | {
+    "gelu": lambda at: at.t * at["Phi"],
+    "silu": lambda at: at.t * at["sigmoid"],
+    "sigmoid": lambda at: torch.sigmoid(at.t),
+    "Phi": lambda at: torch.add(at.t.new_full((), 0.5), (at.t * math.sqrt(0.5)).erf_(), alpha=0.5),
+    "density": lambda at: torch.addcmul(at.t.new_full((), LOG_DENSITY_AT_0), at.t, at.t, value=-0.5).exp_(),
+    "step": lambda at: torch.sign(at["relu"]),  # faster than a comparison, which makes booleans first
+}
+
+
+def _sigmoid(at: Point) -> Tensor:
+    below = at["exp(-|t|)"]
+    above = 1 / (1 + below)
+    return torch.where(at.t >= 0, above, below * above)
+
+
+def _tanh(at: Point) -> Tensor:
+    """(1 - exp(-2|t|)) / (1 + exp(-2|t|)), and where that cancels, for |t| < 1/5, the series."""
+    square, exponential = at.t * at.t, at["exp(-|t|)"] * at["exp(-|t|)"]
+    large = torch.copysign((1 - exponential) / (1 + exponential), at.t)
+    small = at.t * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315))))
+    return torch.where(square < 0.04, small, large)
+
+
+def _normal_integral(at: Point) -> Tensor:
+    """Phi, within 1e-7: equation 7.1.26 of Abramowitz and Stegun for erf(t / sqrt 2)."""
+    u = 1 / (1 + 0.3275911 * math.sqrt(0.5) * at.t.abs())
+    series = u * (0.254829592 + u * (-0.284496736 + u * (1.421413741 + u * (-1.453152027 + u * 1.061405429))))
+    tail = 0.5 * series * at["exp(-t^2/2)"]
+    return torch.where(at.t >= 0, 1 - tail, tail)
+
+
+VALUES_IN_ONE_LOOP: dict[str, Callable[[Point], Tensor]] = VALUES_WITH_SLOPES | {
+    "exp(-|t|)": lambda at: torch.exp(-at.t.abs()),
+    "exp(-t^2/2)": lambda at: torch.exp(-0.5 * at.t * at.t),
+    "sigmoid": _sigmoid,
+    "tanh": _tanh,
+    "Phi": _normal_integral,
+    "density": lambda at: at["exp(-t^2/2)"] / math.sqrt(2 * math.pi),
+}
+SLOPES: dict[str, Callable[[Point], Any]] = {
+    "id": lambda at: 1.0,
+    "gelu": lambda at: torch.addcmul(at["Phi"], at.t, at["density"]),
+    "silu": lambda at: torch.addcmul(at["sigmoid"], at["silu"], 1 - at["sigmoid"]),
+    "relu2": lambda at: 2 * at["relu"],
+    "leaky_relu": lambda at: (0.99 * at["step"]).add_(0.01),
+    "tanh": lambda at: torch.addcmul(at.t.new_ones(()), at["tanh"], at["tanh"], value=-1),
+    "relu": lambda at: at["step"],
+}
+
+_KNOWN = {name: ACTIVATIONS[name] for name in SLOPES}
+
+
+def knows(name: str) -> bool:
+    """Whether the derivative of this activation is here: of a name that still means what it did."""
+    return name in _KNOWN and ACTIVATIONS.get(name) is _KNOWN[name]
+
+
+def widened(t: Tensor) -> Tensor:
+    """t in float32 at least, in which everything is computed."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+# A mixture needs no leaky ReLU of its own: it is a sum of others.
+LEAKY_RELU = {"id": 0.01, "relu": 0.99}
+
+
+def basis(form: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The functions that span a dictionary; the quadratic form would have more pairs of them than of the names."""
+    if form == "quadratic" or "leaky_relu" not in names:
+        return names
+    others = [name for name in names if name != "leaky_relu"]
+    return (*others, *[part for part in LEAKY_RELU if part not in others])
+
+
+def in_basis(weights: list[Tensor], names: tuple[str, ...], parts: tuple[str, ...]) -> list[Tensor]:
+    """The weights of a basis from those of the names."""
+    if parts == names or not weights:
+        return weights
+    of = dict(zip(names, weights, strict=True))
+    leaky = of.pop("leaky_relu")
+    for part, share in LEAKY_RELU.items():
+        of[part] = of[part] + share * leaky if part in of else share * leaky
+    return [of[part] for part in parts]
+
+
+def out_of_basis(sums: list[Tensor], names: tuple[str, ...], parts: tuple[str, ...]) -> list[Tensor]:
+    """The gradients of the names' weights from those of a basis: what `in_basis` does, backwards."""
+    if parts == names:
+        return sums
+    of = dict(zip(parts, sums, strict=True))
+    of["leaky_relu"] = LEAKY_RELU["id"] * of["id"] + LEAKY_RELU["relu"] * of["relu"]
+    return [of[name] for name in names]
