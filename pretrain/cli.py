@@ -31,8 +31,8 @@ from pretrain.policy import (
     check_policy,
     checkpoints,
     ends_in_one_line,
-    launcher_ends_first,
     policy_callbacks,
+    tied_to_launcher,
 )
 from pretrain.preflight import check_run
 from pretrain.recovery import say, settle
@@ -246,7 +246,7 @@ def fit(
         say(str(end))
         sys.exit(0)
     apply_plan(trainer, module.plan)
-    with launcher_ends_first(trainer):
+    with tied_to_launcher(trainer):
         _train(cli, prog)
     return FinishedRun(cli.folder, module, data, trainer)
 

@@ -23,7 +23,9 @@ from pretrain.watchdog import HangWatch
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningArgumentParser
 
-LAUNCHER_SECONDS = 20.0  # in which the process that started others ends, once it can
+LAUNCHER = "PRETRAIN_LAUNCHER"  # the variable that tells a rank the process by which it was started
+LAUNCHER_SECONDS = 20.0  # in which that process ends, once it can
+ORPHAN_SECONDS = 5.0
 
 # name: (type, default, smallest value or None where it has to be above 0, help). A resumed run may change them all.
 SETTINGS: dict[str, tuple[Any, Any, float | None, str]] = {
@@ -108,22 +110,37 @@ def ends_in_one_line(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def launcher_ends_first(trainer: L.Trainer) -> Iterator[None]:
-    """Let a rank that Lightning has started end after the process that started it, where both do so by an error code.
+def tied_to_launcher(trainer: L.Trainer) -> Iterator[None]:
+    """Let a rank that Lightning has started end after the process that started it, and not outlive it for long.
 
-    That process looks at its children every five seconds, and kills itself if one has ended so. Without this, a job
-    that is stopped in good order loses its last line and its exit code, by which a scheduler requeues, now and then.
+    After: that process looks at its children every five seconds, and kills itself if one has ended with an error code.
+    A job that is stopped in good order would lose its last line and its exit code, by which a scheduler requeues.
+    Not for long: a rank that still waits for the others to join would do so for half an hour.
     """
     environment = trainer._accelerator_connector.cluster_environment
-    launcher = os.getppid()
+    if not isinstance(environment, LightningEnvironment) or environment.local_rank() == 0:
+        os.environ[LAUNCHER] = str(os.getpid())
+        try:
+            yield
+        finally:
+            os.environ.pop(LAUNCHER, None)
+        return
+    launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+    threading.Thread(target=_end_after, args=(launcher,), daemon=True, name="launcher").start()
     try:
         yield
     except BaseException:
-        is_child = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
         deadline = time.monotonic() + LAUNCHER_SECONDS
-        while is_child and os.getppid() == launcher and time.monotonic() < deadline:
+        while os.getppid() == launcher and time.monotonic() < deadline:
             time.sleep(0.05)
         raise
+
+
+def _end_after(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    time.sleep(ORPHAN_SECONDS)  # in which the main thread ends by itself, and says why
+    os._exit(1)
 
 
 def last_good(folder: Path) -> str:

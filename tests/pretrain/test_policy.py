@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -67,16 +69,17 @@ def test_lightning_does_not_requeue_by_itself(tmp_path, monkeypatch):
 
 
 STARTED = """
-import sys
+import sys, time
 import lightning
-from pretrain.policy import launcher_ends_first
-with launcher_ends_first(lightning.Trainer(logger=False, accelerator="cpu")):
+from pretrain.policy import tied_to_launcher
+with tied_to_launcher(lightning.Trainer(logger=False, accelerator="cpu")):
     print("at its end", flush=True)
-    sys.exit(143)
+    {then}
 """
 LAUNCHER = """
-import subprocess, sys
+import os, subprocess, sys
 started = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+print(started.pid, flush=True)
 started.stdout.readline()
 try:
     print(started.wait(timeout=float(sys.argv[2])))
@@ -88,6 +91,17 @@ except subprocess.TimeoutExpired:
 @pytest.mark.parametrize(("rank", "seconds", "shown"), [("1", "2", "waits"), ("0", "60", "143")])
 def test_a_rank_that_lightning_has_started_ends_after_the_process_that_started_it(rank, seconds, shown):
     """Lightning kills the first process of a job where it sees that another has ended with an error code."""
-    line = [sys.executable, "-c", LAUNCHER, STARTED, seconds]
+    line = [sys.executable, "-c", LAUNCHER, STARTED.format(then="sys.exit(143)"), seconds]
     done = subprocess.run(line, env=os.environ | {"LOCAL_RANK": rank}, capture_output=True, text=True, timeout=100)
-    assert done.stdout.strip() == shown, done.stderr
+    assert done.stdout.split()[1:] == [shown], done.stderr
+
+
+def test_a_rank_that_waits_for_others_does_not_outlive_the_process_that_started_it():
+    line = [sys.executable, "-c", LAUNCHER, STARTED.format(then="time.sleep(1800)"), "0"]
+    done = subprocess.run(line, env=os.environ | {"LOCAL_RANK": "1"}, capture_output=True, text=True, timeout=100)
+    rank, shown = done.stdout.split()
+    assert shown == "waits"
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(int(rank)) and psutil.Process(int(rank)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
