@@ -104,6 +104,13 @@ def test_every_kind_and_every_configuration_is_listed():
         assert f"`configs/{config.name}`" in README
 
 
+def test_the_differences_it_quotes_are_those_of_published_reports():
+    reports = "".join(path.read_text() for path in (ROOT / "docs/studies").glob("*/report.md"))
+    quoted = re.findall(r"[+-]0\.\d{4} ± 0\.\d{4}", README)
+    assert len(quoted) >= 10
+    assert [difference for difference in quoted if difference not in reports] == []
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/vision.md"])
 def test_links_lead_to_files(page):
     text = (ROOT / page).read_text()
