@@ -1,6 +1,7 @@
 """The processes of a run: who they are, what they hold, and whether any is left."""
 
 import os
+import statistics
 import subprocess
 import time
 from dataclasses import dataclass, field
@@ -46,9 +47,11 @@ class Life:
             except psutil.Error:  # it has just ended
                 continue
 
-    @property
-    def peak_bytes(self) -> int:
-        return max((held for _, held in self.memory), default=0)
+    def held_bytes(self, quarter: int) -> float:
+        """The median memory of a quarter (0 to 3) of its time."""
+        held = [held for _, held in self.memory]
+        first, last = quarter * len(held) // 4, (quarter + 1) * len(held) // 4
+        return statistics.median(held[first:last] or held or [0])
 
 
 def start(line: list[str], strategy: str, ranks: int, mark: str, log: Path, **variables: str) -> Life:
