@@ -132,7 +132,7 @@ def test_a_picture_that_breaks_while_training_is_named(tmp_path):
         ({"model__size": "vit_tiny"}, "model.size vit_tiny means model.width 192, and 32 is set"),
         ({"data__source": "demo:nothing"}, "there are demo:train, demo:val"),
         ({"data__micro_batch_size": 3}, "the nearest valid sizes are 6 or 9"),
-        ({"model__optimizer__name": "muon_adamw"}, "no rule sends a parameter to Muon"),
+        ({"model__optimizer__muon__momentum": 0.9}, "optimizer.muon is set but optimizer.name is 'adamw'"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_run_folder(tmp_path, changes, message):
