@@ -1,13 +1,14 @@
 """The processes of a run: who they are, what they hold, and whether any is left."""
 
 import os
-import statistics
 import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from tests.soak.train import MEMORY
 
 MARK = "SOAK_LIFE"
 """The variable of the environment that every process of a life inherits."""
@@ -21,7 +22,7 @@ class Life:
         strategy: of Lightning's, and ours.
         ranks: how many processes it trains with.
         mark: by which its processes are found, those that have lost their parent included.
-        memory: (seconds since the start, resident bytes of the largest process).
+        notes: where its first rank writes, after each micro-batch, the steps done and the bytes it resides in.
         files: most open files of a process.
     """
 
@@ -29,8 +30,8 @@ class Life:
     strategy: str
     ranks: int
     mark: str
+    notes: Path
     started: float = field(default_factory=time.monotonic)
-    memory: list[tuple[float, int]] = field(default_factory=list)
     files: int = 0
 
     def trainers(self) -> list[psutil.Process]:
@@ -39,29 +40,28 @@ class Life:
         return sorted(mine, key=lambda process: process.pid)
 
     def observe(self) -> None:
-        """Note memory and open files of the ranks."""
+        """Count the open files of the ranks."""
         for process in self.trainers():
             try:
-                self.memory.append((time.monotonic() - self.started, process.memory_info().rss))
                 self.files = max(self.files, process.num_fds())
             except psutil.Error:  # it has just ended
                 continue
 
-    def held_bytes(self, quarter: int) -> float:
-        """The median memory of a quarter (0 to 3) of its time."""
-        held = [held for _, held in self.memory]
-        first, last = quarter * len(held) // 4, (quarter + 1) * len(held) // 4
-        return statistics.median(held[first:last] or held or [0])
+    def memory(self, quarter: int) -> list[int]:
+        """The bytes its first rank resided in, over a quarter (0 to 3) of the micro-batches that it has trained."""
+        lines = self.notes.read_text().splitlines() if self.notes.exists() else []
+        held = [int(line.split()[1]) for line in lines]
+        return held[quarter * len(held) // 4 : (quarter + 1) * len(held) // 4]
 
 
-def start(line: list[str], strategy: str, ranks: int, mark: str, log: Path, **variables: str) -> Life:
+def start(line: list[str], strategy: str, ranks: int, mark: str, log: Path, notes: Path, **variables: str) -> Life:
     """Start a life, in a session of its own."""
-    environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"} | variables
+    environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1", MEMORY: str(notes)} | variables
     with log.open("ab") as output:
         process = subprocess.Popen(
             line, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    return Life(process, strategy, ranks, mark)
+    return Life(process, strategy, ranks, mark, notes)
 
 
 def marked(mark: str) -> list[psutil.Process]:
