@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from pretrain.errors import UserError
-from pretrain.memory import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PACKAGES = ("torch", "triton", "numpy", "lightning", "timm", "transformers", "litgpt")
@@ -48,8 +47,6 @@ def alternate(
 
     The order within a round is turned round each time, so that a machine that slows down slows no side more.
     """
-    if device.type == "cpu":
-        keep_freed_memory()  # as a run does
     for step in sides.values():
         for _ in range(warm_up):
             step()

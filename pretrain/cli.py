@@ -23,7 +23,6 @@ from pretrain.callbacks import GateStatistics, StepProgress, StopSignal, find_ca
 from pretrain.checkpoint import AtomicCheckpointIO, find_checkpoint, read_checkpoint
 from pretrain.data import PretrainData
 from pretrain.errors import NothingLeft, UserError
-from pretrain.memory import keep_freed_memory
 from pretrain.metrics import CsvLogger, EventsLogger, StepMetrics
 from pretrain.module import PretrainModule
 from pretrain.plan import apply_plan
@@ -247,8 +246,6 @@ def fit(
         say(str(end))
         sys.exit(0)
     apply_plan(trainer, module.plan)
-    if trainer.strategy.root_device.type == "cpu":
-        keep_freed_memory()
     with tied_to_launcher(trainer):
         _train(cli, prog)
     return FinishedRun(cli.folder, module, data, trainer)
