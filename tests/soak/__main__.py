@@ -41,12 +41,13 @@ def main(args: list[str] | None = None) -> None:
             outcome = run_campaign(campaign, root / f"{number:02d}_{campaign.name}", chance, until, bar)
             outcomes.append(outcome)
             bar.write(outcome.line())
+        records = [outcome.record() for outcome in outcomes]  # from files in the folder, which may be temporary
+        faults = [fault for outcome in outcomes for fault in outcome.faults()]
     result = {"seed": chosen.seed, "minutes": chosen.minutes, "versions": versions()}
-    result |= {"campaigns": [outcome.record() for outcome in outcomes]}
+    result |= {"campaigns": records}
     if chosen.output is not None:
         chosen.output.write_text(json.dumps(result, indent=1) + "\n")
     lives = sum(len(outcome.lives) for outcome in outcomes)
-    faults = [fault for outcome in outcomes for fault in outcome.faults()]
     print(f"{len(outcomes)} campaigns, {lives} lives: {'; '.join(faults) or 'every loss as undisturbed, nothing left'}")
     sys.exit(1 if faults else 0)
 
