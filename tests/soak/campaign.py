@@ -99,6 +99,11 @@ class Outcome:
         own = statistics.median(self.calm.memory(3))
         return max((statistics.median(held) / own - 1 for held in ends if held), default=0.0)
 
+    @property
+    def peak_growth(self) -> float:
+        """How much more memory any life on one process has held at any time than the undisturbed run."""
+        return max((life.peak_bytes / self.calm.peak_bytes - 1 for life in self.lives if life.ranks == 1), default=0.0)
+
     def faults(self) -> list[str]:
         """What is wrong, in words."""
         found = [f"{self.campaign.name}: {what} is left" for what in self.left]
@@ -106,7 +111,7 @@ class Outcome:
             found.append(f"{self.campaign.name}: a loss differs by {self.difference:.2g}")
         if self.skipped != (len(NAN_AT), len(NAN_AT)):
             found.append(f"{self.campaign.name}: {self.skipped} steps were skipped instead of {len(NAN_AT)}")
-        for growth in (self.memory_growth, self.growth_by_resuming):
+        for growth in (self.memory_growth, self.growth_by_resuming, self.peak_growth):
             if growth > GROWTH:
                 found.append(f"{self.campaign.name}: memory grew by {growth:.1%}")
         return found + [f"{self.campaign.name}: a life hung" for _ in range(self.ends["hung"])]
@@ -125,6 +130,7 @@ class Outcome:
             "skipped_steps": self.skipped[1],
             "memory_growth": round(self.memory_growth, 4),
             "growth_by_resuming": round(self.growth_by_resuming, 4),
+            "peak_growth": round(self.peak_growth, 4),
             "most_open_files": [self.calm.files, max(life.files for life in self.lives)],
             "left": self.left,
         }

@@ -22,8 +22,9 @@ class Life:
         strategy: of Lightning's, and ours.
         ranks: how many processes it trains with.
         mark: by which its processes are found, those that have lost their parent included.
-        notes: where its first rank writes, after each micro-batch, the steps done and the bytes it resides in.
+        notes: where its first rank writes, after each micro-batch, the bytes it resides in.
         files: most open files of a process.
+        peak_bytes: most resident bytes of a process, also while it starts and reads its checkpoint.
     """
 
     process: subprocess.Popen
@@ -33,6 +34,7 @@ class Life:
     notes: Path
     started: float = field(default_factory=time.monotonic)
     files: int = 0
+    peak_bytes: int = 0
 
     def trainers(self) -> list[psutil.Process]:
         """The ranks at work, the first one first; fewer while it starts."""
@@ -40,9 +42,10 @@ class Life:
         return sorted(mine, key=lambda process: process.pid)
 
     def observe(self) -> None:
-        """Count the open files of the ranks."""
+        """Look at memory and open files of the ranks."""
         for process in self.trainers():
             try:
+                self.peak_bytes = max(self.peak_bytes, process.memory_info().rss)
                 self.files = max(self.files, process.num_fds())
             except psutil.Error:  # it has just ended
                 continue
@@ -50,7 +53,7 @@ class Life:
     def memory(self, quarter: int) -> list[int]:
         """The bytes its first rank resided in, over a quarter (0 to 3) of the micro-batches that it has trained."""
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
-        held = [int(line.split()[1]) for line in lines]
+        held = [int(line) for line in lines]
         return held[quarter * len(held) // 4 : (quarter + 1) * len(held) // 4]
 
 

@@ -1,8 +1,7 @@
 """What the soak trains: `python -m tests.soak.train lm.fit|vision_mae.fit ARGUMENTS`, with some losses made NaN.
 
 SOAK_NAN_STEPS names their steps, by commas: of the step alone, so that every life of a run meets the same.
-SOAK_MEMORY names the file to which the first rank adds a line after each micro-batch: the steps done and the bytes it
-resides in.
+SOAK_MEMORY names the file to which the first rank adds a line after each micro-batch: the bytes it resides in.
 """
 
 import importlib
@@ -24,7 +23,6 @@ MEMORY = "SOAK_MEMORY"
 def soaked(module_class: Any) -> type:
     """Return a LightningModule class whose last rank has a NaN loss at some steps, and whose first notes its memory."""
     steps = {int(step) for step in os.environ[NAN_STEPS].split(",")}
-    memory = open(os.environ[MEMORY], "a", buffering=1)  # noqa: SIM115, as long as the process lives
 
     def training_output(self: Any, loss_sum: torch.Tensor, batch: dict[str, Any]) -> dict[str, Any]:
         if self.trainer.global_step in steps and self.global_rank == self.trainer.world_size - 1:
@@ -34,7 +32,8 @@ def soaked(module_class: Any) -> type:
     def on_train_batch_end(self: Any, *args: Any) -> None:
         module_class.on_train_batch_end(self, *args)
         if self.global_rank == 0:
-            print(self.trainer.global_step, psutil.Process().memory_info().rss, file=memory)
+            with open(os.environ[MEMORY], "a") as memory:
+                print(psutil.Process().memory_info().rss, file=memory)
 
     changes = {"training_output": training_output, "on_train_batch_end": on_train_batch_end}
     return type(module_class.__name__, (module_class,), changes)
