@@ -111,9 +111,11 @@ class Outcome:
             found.append(f"{self.campaign.name}: a loss differs by {self.difference:.2g}")
         if self.skipped != (len(NAN_AT), len(NAN_AT)):
             found.append(f"{self.campaign.name}: {self.skipped} steps were skipped instead of {len(NAN_AT)}")
-        for growth in (self.memory_growth, self.growth_by_resuming, self.peak_growth):
+        growths = {"while it trained": self.memory_growth, "by resuming": self.growth_by_resuming}
+        growths |= {"at its peak": self.peak_growth}
+        for when, growth in growths.items():
             if growth > GROWTH:
-                found.append(f"{self.campaign.name}: memory grew by {growth:.1%}")
+                found.append(f"{self.campaign.name}: memory grew by {growth:.1%} {when}")
         return found + [f"{self.campaign.name}: a life hung" for _ in range(self.ends["hung"])]
 
     def line(self) -> str:
@@ -182,7 +184,7 @@ def _wait(life: Life, seconds: float) -> bool:
         if time.monotonic() > until:
             return False
         life.observe()
-        time.sleep(0.2)
+        time.sleep(0.1)
     return True
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.soak.train import MEMORY
+from tests.soak.memory import MEMORY, held_bytes
 
 MARK = "SOAK_LIFE"
 """The variable of the environment that every process of a life inherits."""
@@ -22,9 +22,9 @@ class Life:
         strategy: of Lightning's, and ours.
         ranks: how many processes it trains with.
         mark: by which its processes are found, those that have lost their parent included.
-        notes: where its first rank writes, after each micro-batch, the bytes it resides in.
+        notes: where its first rank writes, after each micro-batch, the bytes it holds.
         files: most open files of a process.
-        peak_bytes: most resident bytes of a process, also while it starts and reads its checkpoint.
+        peak_bytes: most bytes that a process has held, also while it started and read its checkpoint.
     """
 
     process: subprocess.Popen
@@ -45,13 +45,13 @@ class Life:
         """Look at memory and open files of the ranks."""
         for process in self.trainers():
             try:
-                self.peak_bytes = max(self.peak_bytes, process.memory_info().rss)
+                self.peak_bytes = max(self.peak_bytes, held_bytes(process.pid))
                 self.files = max(self.files, process.num_fds())
-            except psutil.Error:  # it has just ended
+            except (psutil.Error, OSError):  # it has just ended
                 continue
 
     def memory(self, quarter: int) -> list[int]:
-        """The bytes its first rank resided in, over a quarter (0 to 3) of the micro-batches that it has trained."""
+        """The bytes its first rank held, over a quarter (0 to 3) of the micro-batches that it has trained."""
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
         held = [int(line) for line in lines]
         return held[quarter * len(held) // 4 : (quarter + 1) * len(held) // 4]

@@ -1,7 +1,7 @@
 """What the soak trains: `python -m tests.soak.train lm.fit|vision_mae.fit ARGUMENTS`, with some losses made NaN.
 
 SOAK_NAN_STEPS names their steps, by commas: of the step alone, so that every life of a run meets the same.
-SOAK_MEMORY names the file to which the first rank adds a line after each micro-batch: the bytes it resides in.
+SOAK_MEMORY names the file to which the first rank adds a line after each micro-batch: the bytes it holds.
 """
 
 import importlib
@@ -9,15 +9,14 @@ import os
 import sys
 from typing import Any
 
-import psutil
 import torch
 
 from pretrain import optim
 from pretrain.cli import config_folder, fit
 from pretrain.errors import command
+from tests.soak.memory import MEMORY, held_bytes
 
 NAN_STEPS = "SOAK_NAN_STEPS"
-MEMORY = "SOAK_MEMORY"
 
 
 def soaked(module_class: Any) -> type:
@@ -33,7 +32,7 @@ def soaked(module_class: Any) -> type:
         module_class.on_train_batch_end(self, *args)
         if self.global_rank == 0:
             with open(os.environ[MEMORY], "a") as memory:
-                print(psutil.Process().memory_info().rss, file=memory)
+                print(held_bytes(), file=memory)
 
     changes = {"training_output": training_output, "on_train_batch_end": on_train_batch_end}
     return type(module_class.__name__, (module_class,), changes)
