@@ -4,8 +4,8 @@ Three ways to the same values, by what they cost:
 
 - `VALUES`: each by the function that torch has for it, in one pass through a block of tokens;
 - `VALUES_WITH_SLOPES`: where the slopes are needed too, from one sigmoid, one tanh and one comparison;
-- `VALUES_IN_ONE_LOOP`: where inductor writes one loop in float32, and not passes but arithmetic is what costs: sigmoid
-  and tanh from one exponential, Phi and its density from another.
+- `VALUES_IN_ONE_LOOP`: where inductor writes one loop in float32, and not passes but arithmetic is what costs: sums and
+  products alone, and everything even in t from |t|.
 """
 
 import math
@@ -60,37 +60,72 @@ VALUES_WITH_SLOPES: dict[str, Callable[[Point], Tensor]] = VALUES | {
 }
 
 
-def _sigmoid(at: Point) -> Tensor:
-    below = at["exp(-|t|)"]
-    above = 1 / (1 + below)
-    return torch.where(at.t >= 0, above, below * above)
+# For float32, and without calls, as torch's exp, erf and tanh are: for a call, all that a loop holds has to leave the
+# registers. Tails are computed as such, by which they keep their digits. The coefficients have the least largest error
+# of their degrees, relative for 2^t, |t| <= 1/2, and absolute for tanh, |t| <= 8.75; a test finds that error again.
+POWER_OF_TWO = (1.00000007, 0.69314697, 0.2402212, 0.05550713, 0.00967554, 0.00132764)
+TANH_ABOVE = (0.999999928, 0.133898221, 0.00350630201, 2.07962354e-05, 1.36356562e-08)
+TANH_BELOW = (1, 0.46723127, 0.0259170547, 0.0003303619, 7.88689359e-07)
+
+
+def polynomial(t: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """coefficients[0] + coefficients[1] t + coefficients[2] t^2 + ..."""
+    total: Any = coefficients[-1]
+    for coefficient in reversed(coefficients[:-1]):
+        total = total * t + coefficient
+    return total
+
+
+def power_of_two(t: Tensor) -> Tensor:
+    """2^t for -126 <= t <= 126: of the whole part by adding to the exponent, of the rest, |.| <= 1/2, a polynomial."""
+    whole = torch.round(t)
+    bits = polynomial(t - whole, POWER_OF_TWO).view(torch.int32) + (whole.to(torch.int32) << 23)
+    return bits.view(torch.float32)
 
 
 def _tanh(at: Point) -> Tensor:
-    """(1 - exp(-2|t|)) / (1 + exp(-2|t|)), and where that cancels, for |t| < 1/5, the series."""
-    square, exponential = at.t * at.t, at["exp(-|t|)"] * at["exp(-|t|)"]
-    large = torch.copysign((1 - exponential) / (1 + exponential), at.t)
-    small = at.t * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315))))
-    return torch.where(square < 0.04, small, large)
+    t = at.t.clamp(-8.75, 8.75)
+    square = t * t
+    return t * (polynomial(square, TANH_ABOVE) / polynomial(square, TANH_BELOW))
 
 
-def _normal_integral(at: Point) -> Tensor:
-    """Phi, within 1e-7: equation 7.1.26 of Abramowitz and Stegun for erf(t / sqrt 2)."""
-    u = 1 / (1 + 0.3275911 * math.sqrt(0.5) * at.t.abs())
+def _lower_sigmoid(at: Point) -> Tensor:
+    exponential = power_of_two((at["|t|"] * -math.log2(math.e)).clamp(min=-126))
+    return exponential / (1 + exponential)
+
+
+def _lower_normal(at: Point) -> Tensor:
+    """Equation 7.1.26 of Abramowitz and Stegun for erfc(|t| / sqrt 2) / 2, within 1e-7."""
+    u = 1 / (1 + 0.3275911 * math.sqrt(0.5) * at["|t|"])
     series = u * (0.254829592 + u * (-0.284496736 + u * (1.421413741 + u * (-1.453152027 + u * 1.061405429))))
-    tail = 0.5 * series * at["exp(-t^2/2)"]
-    return torch.where(at.t >= 0, 1 - tail, tail)
+    return 0.5 * series * at["exp(-t^2/2)"]
 
 
 VALUES_IN_ONE_LOOP: dict[str, Callable[[Point], Tensor]] = VALUES_WITH_SLOPES | {
-    "exp(-|t|)": lambda at: torch.exp(-at.t.abs()),
-    "exp(-t^2/2)": lambda at: torch.exp(-0.5 * at.t * at.t),
-    "sigmoid": _sigmoid,
+    "|t|": lambda at: at.t.abs(),
+    "exp(-t^2/2)": lambda at: power_of_two((at.t * at.t * (-0.5 * math.log2(math.e))).clamp(min=-126)),
+    "sigmoid(-|t|)": _lower_sigmoid,
+    "Phi(-|t|)": _lower_normal,
+    "silu": lambda at: at["relu"] - at["|t|"] * at["sigmoid(-|t|)"],
+    "gelu": lambda at: at["relu"] - at["|t|"] * at["Phi(-|t|)"],
     "tanh": _tanh,
-    "gelu": lambda at: at.t * at["Phi"],
-    "Phi": _normal_integral,
-    "density": lambda at: at["exp(-t^2/2)"] / math.sqrt(2 * math.pi),  # of the normal distribution; its integral is Phi
+    "step": lambda at: torch.where(at.t > 0, 1.0, 0.0),
+    "-sign": lambda at: 1 - 2 * at["step"],
 }
+
+
+def _silu_slope(at: Point) -> Tensor:
+    """At -|t|; at |t| it is 1 less that."""
+    sigmoid = at["sigmoid(-|t|)"]
+    return at["step"] + at["-sign"] * (sigmoid - at["|t|"] * sigmoid * (1 - sigmoid))
+
+
+def _gelu_slope(at: Point) -> Tensor:
+    """As that of SiLU, with the density of the normal distribution."""
+    density = at["exp(-t^2/2)"] * (1 / math.sqrt(2 * math.pi))
+    return at["step"] + at["-sign"] * (at["Phi(-|t|)"] - at["|t|"] * density)
+
+
 SLOPES: dict[str, Callable[[Point], Any]] = {
     "id": lambda at: 1.0,
     "gelu": lambda at: torch.ops.aten.gelu_backward(torch.ones_like(at.t), at.t),  # faster than an erf of its own
@@ -101,7 +136,8 @@ SLOPES: dict[str, Callable[[Point], Any]] = {
     "relu": lambda at: at["step"],
 }
 SLOPES_IN_ONE_LOOP: dict[str, Callable[[Point], Any]] = SLOPES | {
-    "gelu": lambda at: torch.addcmul(at["Phi"], at.t, at["density"]),
+    "silu": _silu_slope,
+    "gelu": _gelu_slope,
 }
 
 _KNOWN = {name: ACTIVATIONS[name] for name in SLOPES}
