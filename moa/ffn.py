@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moa import fused
@@ -103,7 +104,8 @@ class FeedForward(nn.Module):
         if self.gate is None:
             return {}
         phi = find_gate(self.gate)
-        return {slot: phi(getattr(self, GATE_NAMES[slot])(x)) for slot in self._labels}
+        logits = _side_by_side([getattr(self, GATE_NAMES[slot]) for slot in self._labels], x)
+        return {slot: phi(part) for slot, part in zip(self._labels, logits, strict=True)}
 
     def gate_labels(self) -> dict[str, list[str]]:
         """What each gate weighs, in the order of its rows; {} for fixed and LA kinds.
@@ -153,6 +155,23 @@ class FeedForward(nn.Module):
     def extra_repr(self) -> str:
         gate = f", gate={self.gate}" if self.gate is not None else ""
         return f"{self.kind}, activations={' '.join(self.activations)}{gate}"
+
+
+def _side_by_side(layers: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor]:
+    """What linear layers of few rows make of x: in one product, since each product goes through all of x.
+
+    One by one, if somebody has wrapped a layer or hangs on it.
+    """
+    if len(layers) == 1 or not all(map(_is_plain, layers)):
+        return [layer(x) for layer in layers]
+    weights, biases = zip(*((layer.weight, layer.bias) for layer in layers), strict=True)
+    bias = None if biases[0] is None else torch.cat(biases)
+    return F.linear(x, torch.cat(weights), bias).split([len(weight) for weight in weights], dim=-1)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return type(layer) is nn.Linear and not any(hooks)
 
 
 def build_ffn(

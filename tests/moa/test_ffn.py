@@ -96,6 +96,19 @@ def test_a_label_of_a_pair_names_the_activation_of_y_first():
     torch.testing.assert_close(layer(x), layer.w3(y * z.relu() ** 2))
 
 
+@pytest.mark.parametrize("gate_bias", [False, True])
+def test_gate_rows_that_somebody_wraps_or_hangs_on_are_called(gate_bias):
+    layer = moa.build_ffn("bi-moa", 6, 10, gate_bias=gate_bias)
+    x = torch.randn(3, 6)
+    plain = layer.gates(x)
+    layer.u = torch.nn.Sequential(layer.u)
+    torch.testing.assert_close(layer.gates(x), plain)
+    layer.v.register_forward_hook(lambda module, inputs, output: output + 1)
+    changed = layer.gates(x)
+    torch.testing.assert_close(changed["pi"], plain["pi"])
+    torch.testing.assert_close(changed["rho"].logit(), plain["rho"].logit() + 1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gates_belong_to_moa_and_coefficients_to_la(kind):
     layer, x = moa.build_ffn(kind, D_MODEL, HIDDEN), torch.randn(5, D_MODEL)
