@@ -22,7 +22,17 @@ from benchmarks.arguments import (
     new_parser,
     positive,
 )
-from benchmarks.harness import BASELINE, DTYPES, Report, allow_many_variants, alternate, format_ratio, ratio, spread
+from benchmarks.harness import (
+    BASELINE,
+    DTYPES,
+    RATIO_HEAD,
+    Report,
+    allow_many_variants,
+    alternate,
+    format_ratio,
+    ratio,
+    spread,
+)
 from benchmarks.memory import in_child, peak_growth, saved_bytes
 from pretrain.errors import command
 
@@ -106,8 +116,8 @@ def run(args: argparse.Namespace) -> Report:
         if args.memory:
             measured = peak_bytes(problem, sides) if device.type == "cuda" else in_child(peak_bytes, problem, sides)
             peaks = dict(zip(sides, measured, strict=True))
-        print(f"{asdict(problem)}, ratio: median [quartiles] of {args.rounds} rounds; memory in MB")
-        print(f"{'kind':<12}{'mode':<10}{'ms':>9}{BASELINE:>9}  {'ratio':<22}{'peak':>8}{BASELINE:>8}", end="")
+        print(f"{asdict(problem)}, medians of {args.rounds} rounds; memory in MB")
+        print(f"{'kind':<12}{'mode':<10}{'ms':>9}{BASELINE:>9}  {RATIO_HEAD}{'peak':>8}{BASELINE:>8}", end="")
         print(f"{'saved':>8}{'gates':>8}{BASELINE:>8}")
         for mode in args.modes:
             baseline = Side(BASELINE, mode, problem)
@@ -124,7 +134,7 @@ def format_row(row: dict[str, Any]) -> str:
     sizes = ("peak_bytes", "baseline_peak_bytes", "saved_bytes", "gate_bytes", "baseline_saved_bytes")
     megabytes = ["?" if row[name] is None else f"{row[name] / 1e6:.1f}" for name in sizes]
     return (
-        f"{row['kind']:<12}{row['mode']:<10}{times[0]:>9.2f}{times[1]:>9.2f}  {format_ratio(row['ratio']):<22}"
+        f"{row['kind']:<12}{row['mode']:<10}{times[0]:>9.2f}{times[1]:>9.2f}  {format_ratio(row['ratio'])}"
         + "".join(f"{number:>8}" for number in megabytes)
     )
 

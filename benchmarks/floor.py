@@ -17,7 +17,7 @@ from torch import Tensor
 import moa
 from benchmarks.arguments import comma_list, dtype_list, find_device, kind_list, new_parser, positive
 from benchmarks.check import build, mixing_inputs
-from benchmarks.harness import DTYPES, Report, alternate, format_ratio, ratio, spread
+from benchmarks.harness import DTYPES, RATIO_HEAD, Report, alternate, format_ratio, ratio, spread
 from pretrain.errors import command
 
 
@@ -71,7 +71,7 @@ def format_row(row: dict[str, Any]) -> str:
     time, floor = (1e6 * row[name]["median"] for name in ("seconds", "floor_seconds"))
     return (
         f"{row['kind']:<12}{row['implementation']:<16}{row['dtype']:<7}{row['pass']:<10}{time:>9.1f}{floor:>9.1f}  "
-        f"{format_ratio(row['ratio']):<24}{row['copy_bytes_per_second'] / 1e9:>9.0f}"
+        f"{format_ratio(row['ratio'])}{row['copy_bytes_per_second'] / 1e9:>9.0f}"
     )
 
 
@@ -91,9 +91,9 @@ def main(args: list[str] | None = None) -> None:
     chosen = parse(args)
     device = find_device(chosen.device)
     with Report("floor", chosen, device, chosen.json) as report:
-        print(f"{chosen.tokens} x {chosen.width}; microseconds; ratio of time to floor: median [quartiles]")
+        print(f"{chosen.tokens} x {chosen.width}; microseconds; the ratio is of time to floor")
         print(f"{'kind':<12}{'implementation':<16}{'dtype':<7}{'pass':<10}{'time':>9}{'floor':>9}  ", end="")
-        print(f"{'ratio':<24}{'copy GB/s':>9}")
+        print(f"{RATIO_HEAD}{'copy GB/s':>9}")
         for implementation, dtype, kind in product(chosen.implementations, chosen.dtypes, chosen.kinds):
             for row in floor_rows(kind, implementation, dtype, chosen, device):
                 report.add(row)

@@ -2,7 +2,8 @@
 
 A ratio of two times means something only if both were taken under the same conditions. So all sides of a comparison
 live in one process and take turns, round after round, and a ratio is formed within each round. Its median over the
-rounds is reported with the two quartiles beside it.
+rounds is reported with two pairs of numbers: the quartiles tell how much single rounds differ, the 95% confidence
+interval how well the median is known.
 """
 
 import argparse
@@ -16,11 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from pretrain.errors import UserError
 
@@ -30,6 +33,7 @@ BASELINE = "swiglu"  # the kind that every other is measured against
 WARM_UP = 2  # calls of each side before the first round: compilation, allocators, optimizer state
 SHORTEST_MEASUREMENT = 0.02  # seconds; on a GPU a shorter step is called several times in each measurement
 MOST_CALLS = 100
+RATIO_HEAD = f"{'ratio (95% interval) [quartiles]':<40}"  # of a column of `format_ratio`
 COMPILED_VARIANTS = 64  # of one function; every kind of layer runs through the same `forward`
 
 Step = Callable[[], object]
@@ -52,7 +56,7 @@ def alternate(
             step()
     calls = max(_calls_per_measurement(step, device) for step in sides.values())
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds):
+    for number in tqdm(range(rounds), desc=", ".join(sides), unit="round", disable=None, leave=False):
         for name in list(sides)[:: -1 if number % 2 else 1]:
             seconds[name].append(seconds_of(sides[name], calls, device))
     return seconds
@@ -82,9 +86,22 @@ def _calls_per_measurement(step: Step, device: torch.device) -> int:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return {"median", "iqr": [lower quartile, upper quartile], "rounds"}."""
+    """Return {"median", "iqr": [lower quartile, upper quartile], "ci95": see `median_interval`, "rounds"}."""
     lower, _, upper = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return {"median": statistics.median(values), "iqr": [lower, upper], "rounds": len(values)}
+    median, interval = statistics.median(values), median_interval(values)
+    return {"median": median, "iqr": [lower, upper], "ci95": interval, "rounds": len(values)}
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> list[float] | None:
+    """Return the k-th smallest and k-th largest value, k as large as keeps the true median between them so probably.
+
+    Of any distribution: the median lies below the k-th smallest of n independent values if fewer than k lie below it,
+    and each does so with probability 1/2. None for values too few to tell: at 95%, below six.
+    """
+    n = len(values)
+    fewer_than = accumulate(math.comb(n, below) / 2**n for below in range(n))  # 1, 2, 3 .. of them
+    k = sum(2 * probability <= 1 - confidence for probability in fewer_than)
+    return [sorted(values)[k - 1], sorted(values)[n - k]] if k else None
 
 
 def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
@@ -93,7 +110,10 @@ def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]
 
 
 def format_ratio(found: dict[str, Any]) -> str:
-    return f"{found['median']:.3f} [{found['iqr'][0]:.3f}, {found['iqr'][1]:.3f}]"
+    """Return the median, its confidence interval, and [quartiles]: "1.012 (1.004 to 1.020) [0.995, 1.031]"."""
+    (low, high), interval = found["iqr"], found["ci95"]
+    known = "" if interval is None else f" ({interval[0]:.3f} to {interval[1]:.3f})"
+    return f"{found['median']:.3f}{known} [{low:.3f}, {high:.3f}]".ljust(len(RATIO_HEAD))
 
 
 def allow_many_variants() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.arguments import comma_list, find_device, kind_list, new_parser, positive
-from benchmarks.harness import BASELINE, DTYPES, Report, alternate, format_ratio, ratio, spread
+from benchmarks.harness import BASELINE, DTYPES, RATIO_HEAD, Report, alternate, format_ratio, ratio, spread
 from lm.moe import MoE, MoEConfig
 from moa import FFNConfig
 from pretrain.errors import UserError, command
@@ -62,7 +62,7 @@ def main(args: list[str] | None = None) -> None:
     chosen = parser.parse_args(args)
     device = find_device(chosen.device)
     with Report("moe_layer", chosen, device, chosen.json) as report:
-        print(f"{'kind':<10}{'dispatch':<10}{'MoE ms':>10}{'dense ms':>10}  ratio")
+        print(f"{'kind':<10}{'dispatch':<10}{'MoE ms':>10}{'dense ms':>10}  {RATIO_HEAD}")
         for kind in chosen.kinds:
             try:
                 rows = measure(kind, chosen, device)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from benchmarks.arguments import find_device, new_parser, positive
-from benchmarks.harness import Report, alternate, format_ratio, ratio, spread
+from benchmarks.harness import RATIO_HEAD, Report, alternate, format_ratio, ratio, spread
 from pretrain.errors import command
 from pretrain.optim import MuonAdamW
 
@@ -76,7 +76,7 @@ def main(args: list[str] | None = None) -> None:
     chosen = parser.parse_args(args)
     device = find_device(chosen.device)
     with Report("muon_step", chosen, device, chosen.json) as report:
-        print(f"{'model':<8}{'ours ms':>12}{'torch ms':>12}  ours/torch")
+        print(f"{'model':<8}{'ours ms':>12}{'torch ms':>12}  {RATIO_HEAD}")
         for model in chosen.model:
             row = measure(model, chosen.layers, chosen.rounds, device)
             report.add(row)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import add_layer_arguments, comma_list, find_device, new_parser, positive
-from benchmarks.harness import BASELINE, Report, allow_many_variants, alternate, format_ratio, ratio, spread
+from benchmarks.harness import BASELINE, RATIO_HEAD, Report, allow_many_variants, alternate, format_ratio, ratio, spread
 from benchmarks.memory import in_child
 from benchmarks.peers import build_peer, import_peer, peer_names
 from benchmarks.sides import PRECISIONS, Setting, Side, Task
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> Report:
             memory = {name: side.memory() for name, side in sides.items()}
         seconds = alternate({name: side.step for name, side in sides.items()}, args.rounds, device)
         peak = peak_flops(task.trainer)
-        print(f"{'side':<14}{'ms':>9}  {'ratio':<22}{task.unit + '/s':>12}{'MFU':>7}{'MB':>10}{'ratio':>8}{'loss':>9}")
+        print(f"{'side':<14}{'ms':>9}  {RATIO_HEAD}{task.unit + '/s':>12}{'MFU':>7}{'MB':>10}{'ratio':>8}{'loss':>9}")
         for name, side in sides.items():
             row = side_row(name, side, seconds, memory, peak)
             report.add(row)
@@ -161,7 +161,7 @@ def format_row(row: dict[str, Any]) -> str:
     megabytes = "?" if held is None else f"{held / 1e6:.0f}"
     memory_ratio = "?" if row["memory_ratio"] is None else f"{row['memory_ratio']:.3f}"
     return (
-        f"{row['side']:<14}{1e3 * row['seconds']['median']:>9.1f}  {format_ratio(row['ratio']):<22}{rate:>12,.1f}"
+        f"{row['side']:<14}{1e3 * row['seconds']['median']:>9.1f}  {format_ratio(row['ratio'])}{rate:>12,.1f}"
         f"{row['mfu']:>7.1%}{megabytes:>10}{memory_ratio:>8}{row['loss']:>9.4f}"
     )
 

@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import math
 
 import pytest
 import torch
+from scipy import stats
 
 from benchmarks.arguments import dtype_list, find_device, kind_list
-from benchmarks.harness import Report, alternate, ratio, spread, warn_if_busy
+from benchmarks.harness import Report, alternate, format_ratio, median_interval, ratio, spread, warn_if_busy
 from pretrain.errors import UserError
 
 CPU = torch.device("cpu")
@@ -24,8 +26,21 @@ def test_sides_take_turns_and_the_order_is_turned_round_each_time():
 def test_a_ratio_is_formed_within_each_round():
     # A machine that is ten times slower in one round changes no ratio.
     found = ratio([2.0, 20.0, 3.0, 2.5, 2.0], [1.0, 10.0, 1.0, 1.0, 2.0])
-    assert found == {"median": 2.0, "iqr": [2.0, 2.5], "rounds": 5}
-    assert spread([4.0]) == {"median": 4.0, "iqr": [4.0, 4.0], "rounds": 1}
+    assert found == {"median": 2.0, "iqr": [2.0, 2.5], "ci95": None, "rounds": 5}
+    assert spread([4.0]) == {"median": 4.0, "iqr": [4.0, 4.0], "ci95": None, "rounds": 1}
+
+
+@pytest.mark.parametrize("n", range(1, 70))
+def test_the_interval_of_a_median_is_that_of_scipy(n):
+    values = torch.randn(n, generator=torch.Generator().manual_seed(n)).tolist()
+    theirs = stats.quantile_test(values, p=0.5).confidence_interval(0.95)
+    expected = [theirs.low, theirs.high]
+    assert median_interval(values) == (expected if math.isfinite(sum(expected)) else None)
+
+
+def test_a_ratio_is_printed_with_what_is_known_of_it():
+    assert format_ratio(spread([0.9, 1.0, 1.1])).strip() == "1.000 [0.950, 1.050]"
+    assert format_ratio(spread([0.8, 0.9, 1.0, 1.0, 1.1, 1.3])).strip() == "1.000 (0.800 to 1.300) [0.925, 1.075]"
 
 
 def test_a_record_says_where_it_was_made_and_is_whole_after_every_row(tmp_path):
@@ -40,7 +55,8 @@ def test_a_record_says_where_it_was_made_and_is_whole_after_every_row(tmp_path):
     with pytest.raises(RuntimeError):
         fail_half_way()
     written = json.loads(file.read_text())
-    assert written["rows"] == [{"ratio": {"median": 1.5, "iqr": [1.25, 1.75], "rounds": 2}, "loss": None}]
+    found = {"median": 1.5, "iqr": [1.25, 1.75], "ci95": None, "rounds": 2}
+    assert written["rows"] == [{"ratio": found, "loss": None}]
     assert written["arguments"] == {"rounds": 2, "json": str(file)}
     assert not written["complete"]
     place = written["environment"]

@@ -132,7 +132,7 @@ def test_the_command_writes_rates_and_ratios_and_says_which_peer_is_missing(tmp_
     assert written["notes"][0] in capsys.readouterr().out
     rows = {row["side"]: row for row in written["rows"]}
     assert list(rows) == ["swiglu", "qd-moa", "one-moa", "transformers"]  # lm_tiny's own kind is qd-moa
-    assert rows["swiglu"]["ratio"] == {"median": 1.0, "iqr": [1.0, 1.0], "rounds": 2}
+    assert rows["swiglu"]["ratio"] == {"median": 1.0, "iqr": [1.0, 1.0], "ci95": None, "rounds": 2}
     for row in rows.values():
         assert row["tokens_per_second"] == pytest.approx(2 * LENGTH / row["seconds"]["median"])
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * row["flops_per_unit"] / row["peak_flops"])
