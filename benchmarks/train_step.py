@@ -177,7 +177,7 @@ def peer_list(text: str) -> list[str]:
 
 
 def parse(args: list[str] | None) -> argparse.Namespace:
-    parser = new_parser("benchmarks.train_step", __doc__, rounds=5)
+    parser = new_parser("benchmarks.train_step", __doc__, rounds=7)
     parser.add_argument("--config", type=Path, required=True, help="a file of configs/")
     parser.add_argument("--kinds", type=comma_list, default=[], help="kinds to measure besides the configured one")
     parser.add_argument("--peers", type=peer_list, help="transformers,litgpt or plain; none (default: all installed)")

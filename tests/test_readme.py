@@ -1,6 +1,7 @@
 """The README is true: its commands run, its code runs, its links lead somewhere."""
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import format_ratio
 from lm.fit import config_folder
 from tests.vision_mae.pictures import two_halves, write_folder
 
@@ -109,6 +111,16 @@ def test_the_differences_it_quotes_are_those_of_published_reports():
     quoted = re.findall(r"[+-]0\.\d{4} ± 0\.\d{4}", README)
     assert len(quoted) >= 10
     assert [difference for difference in quoted if difference not in reports] == []
+
+
+def test_the_ratios_it_quotes_with_an_interval_are_those_of_committed_results():
+    reports = [json.loads(file.read_text()) for file in (ROOT / "benchmarks/results").glob("train_step*.json")]
+    reports.append(json.loads((ROOT / "benchmarks/results/ffn.json").read_text()))
+    ratios = [row["ratio"] for report in reports for row in report["rows"]]
+    measured = {format_ratio(found).partition(" [")[0] for found in ratios if found.get("ci95")}
+    quoted = re.findall(r"\d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\)", README)
+    assert len(quoted) >= 12
+    assert [ratio for ratio in quoted if ratio not in measured] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/vision.md"])
