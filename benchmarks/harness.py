@@ -96,12 +96,13 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> list[f
     """Return the k-th smallest and k-th largest value, k as large as keeps the true median between them so probably.
 
     Of any distribution: the median lies below the k-th smallest of n independent values if fewer than k lie below it,
-    and each does so with probability 1/2. None for values too few to tell: at 95%, below six.
+    and each does so with probability 1/2. None for values too few to tell: at 95%, below six. Not scipy's
+    `quantile_test`, which gives the same: `device.sh` asks for no scipy.
     """
-    n = len(values)
+    n, ordered = len(values), sorted(values)
     fewer_than = accumulate(math.comb(n, below) / 2**n for below in range(n))  # 1, 2, 3 .. of them
     k = sum(2 * probability <= 1 - confidence for probability in fewer_than)
-    return [sorted(values)[k - 1], sorted(values)[n - k]] if k else None
+    return [ordered[k - 1], ordered[n - k]] if k else None
 
 
 def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:

@@ -30,12 +30,13 @@ def test_a_ratio_is_formed_within_each_round():
     assert spread([4.0]) == {"median": 4.0, "iqr": [4.0, 4.0], "ci95": None, "rounds": 1}
 
 
-@pytest.mark.parametrize("n", range(1, 70))
-def test_the_interval_of_a_median_is_that_of_scipy(n):
-    values = torch.randn(n, generator=torch.Generator().manual_seed(n)).tolist()
-    theirs = stats.quantile_test(values, p=0.5).confidence_interval(0.95)
-    expected = [theirs.low, theirs.high]
-    assert median_interval(values) == (expected if math.isfinite(sum(expected)) else None)
+def test_the_interval_of_a_median_is_that_of_scipy():
+    generator = torch.Generator().manual_seed(0)
+    for n in range(1, 70):
+        values = torch.randn(n, generator=generator).tolist()
+        theirs = stats.quantile_test(values, p=0.5).confidence_interval(0.95)
+        expected = [theirs.low, theirs.high]
+        assert median_interval(values) == (expected if math.isfinite(sum(expected)) else None)
 
 
 def test_a_ratio_is_printed_with_what_is_known_of_it():
