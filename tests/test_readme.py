@@ -50,7 +50,6 @@ def newcomer(tmp_path_factory) -> Path:
         (folder / "my_text" / f"{number}.txt").write_text(f"Speech {number}: the state of the union is strong. " * 200)
     write_folder(folder / "my_pictures", n_images=80, side=64)
     two_halves().save(folder / "picture.png")
-    two_halves().save(folder / "picture.png")
     return folder
 
 
