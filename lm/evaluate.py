@@ -25,6 +25,7 @@ from pretrain.checkpoint import find_checkpoint
 from pretrain.cli import quieten_libraries
 from pretrain.devices import choose_device
 from pretrain.errors import UserError, command
+from pretrain.paths import output_path
 from pretrain.reload import load_module
 from pretrain.run import beside_run, write_json
 
@@ -73,7 +74,8 @@ def evaluate(
         refuse("is about text, not about --tasks", stride=stride, **about_text)
         harness = import_harness()
     weights = find_checkpoint(checkpoint)
-    file = Path(output) if output else beside_run(weights, f"evaluation{'' if tasks is None else '_tasks'}.json")
+    default = beside_run(weights, f"evaluation{'' if tasks is None else '_tasks'}.json")
+    file = output_path(output or default)
     check_output(file)
     module, run = load_module(LanguageModule, weights, data_class=TextData)
     text = TextData(**run["data"] | given)

@@ -15,6 +15,7 @@ from pretrain.atomic import locked, partial_folder, publish
 from pretrain.checkpoint import find_checkpoint, read_checkpoint
 from pretrain.cli import OneLineParser
 from pretrain.errors import UserError, command
+from pretrain.paths import output_path
 from pretrain.reload import load_module
 from pretrain.run import SUMMARY
 
@@ -31,7 +32,7 @@ def export(checkpoint: str, output: str, to: Literal["hf"] = "hf", dtype: DType 
             one to be loaded after `import lm.hf`.
         dtype: Type of the weights: float32, bfloat16 or float16.
     """
-    folder, file = Path(output), find_checkpoint(checkpoint)
+    folder, file = output_path(output), find_checkpoint(checkpoint)
     _check_free(folder)
     module, run = load_module(LanguageModule, file, data_class=TextData)
     model, tokenizer = module.model, load_tokenizer(run["data"]["tokenizer"])
@@ -44,7 +45,7 @@ def export(checkpoint: str, output: str, to: Literal["hf"] = "hf", dtype: DType 
         (partial / "README.md").write_text(card, encoding="utf-8")
         publish(partial, folder)
     needs = "" if is_plain(module.config) else "import lm.hf; "
-    print(f'{output}: load it with\n  {needs}transformers.AutoModelForCausalLM.from_pretrained("{output}")')
+    print(f'{folder}: load it with\n  {needs}transformers.AutoModelForCausalLM.from_pretrained("{folder}")')
     if not auto_tokenizer:
         print("  its tokenizer.model with the sentencepiece package: no AutoTokenizer gives exactly the same ids")
 

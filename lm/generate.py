@@ -16,12 +16,13 @@ from lm.module import LanguageModule
 from lm.prompts import read_prompt, read_prompts
 from lm.sampling import check_settings
 from lm.tokenizers import load_tokenizer
-from lm.writing import Writer, check_output, length_notes, save
+from lm.writing import Writer, length_notes, save
 from pretrain.arguments import OneLineParser
 from pretrain.checkpoint import find_checkpoint
 from pretrain.cli import quieten_libraries
 from pretrain.devices import choose_device
 from pretrain.errors import UserError, command
+from pretrain.paths import new_output_path
 from pretrain.reload import load_module
 
 
@@ -58,21 +59,20 @@ def write(
     """
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     check_settings(n_tokens, max_length=1, **sampling)
-    if output is not None:
-        check_output(output)
+    target = None if output is None else new_output_path(output)
     file, place = find_checkpoint(checkpoint), choose_device(device)
     module, run = load_module(LanguageModule, file, data_class=TextData)
     model: Any = module.model
     model.to(place, getattr(torch, dtype))
     tokenizer, max_length = load_tokenizer(run["data"]["tokenizer"]), run["data"]["sequence_length"]
-    show = partial(print, end="", flush=True) if output is None else None
+    show = partial(print, end="", flush=True) if target is None else None
     writer = Writer(model, tokenizer, max_length, n_tokens, sampling, show, echo)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     say(f"{file}, {place}, {dtype}", *length_notes(ids, max_length))
     written = writer.write(ids, prompts, batch_size)
-    if output is not None:
-        save(written, output)
-        say(f"written: {output}")
+    if target is not None:
+        save(written, target)
+        say(f"written: {target}")
     say(str(writer.speed))
 
 

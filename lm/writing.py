@@ -1,12 +1,13 @@
 """A model and its tokenizer write texts: shown as they come, collected, and timed."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tqdm.auto import tqdm
 
 from lm.model import Llama
 from lm.sampling import generate
@@ -89,16 +90,18 @@ class Writer:
         """Return what comes after each prompt.
 
         A single text is shown as it is drawn; several one after the other with an empty line behind each, as soon as
-        their batch is done. An interruption shows what there is.
+        their batch is done. An interruption shows what there is. Where no text is shown, a bar counts the prompts.
 
         Args:
             prompts: ids, of `texts`.
             batch_size: prompts that are gone on from together.
         """
         written = []
-        for first in range(0, len(prompts), batch_size):
-            batch = slice(first, first + batch_size)
-            written += self._write_batch(prompts[batch], texts[batch], first, as_drawn=len(prompts) == 1)
+        with tqdm(desc="generate", unit="prompt", total=len(prompts), disable=True if self.show else None) as bar:
+            for first in range(0, len(prompts), batch_size):
+                batch = slice(first, first + batch_size)
+                written += self._write_batch(prompts[batch], texts[batch], first, as_drawn=len(prompts) == 1)
+                bar.update(len(prompts[batch]))
         return written
 
     def _write_batch(
@@ -158,20 +161,10 @@ def length_notes(prompts: Sequence[Sequence[int]], max_length: int) -> list[str]
     return notes
 
 
-def check_output(file: str) -> None:
-    """Raise a UserError unless results can be written there, in the place of nothing."""
-    path = Path(file).absolute()
-    if path.exists():
-        raise UserError(f"{file} exists already: give another --output, or remove it first")
-    folder = next(parent for parent in path.parents if parent.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise UserError(f"{file} cannot be written, since {folder} is no writable folder: give another --output")
-
-
-def save(written: Sequence[Written], file: str) -> None:
+def save(written: Sequence[Written], file: Path) -> None:
     """Write results as .jsonl, whole or not at all."""
     rows = (json.dumps(row._asdict(), ensure_ascii=False) + "\n" for row in written)
     try:
-        write_atomically(Path(file), "".join(rows))
+        write_atomically(file, "".join(rows))
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}): give another --output") from error

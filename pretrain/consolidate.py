@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from pretrain.checkpoint import AtomicCheckpointIO, find_checkpoint
 from pretrain.errors import UserError, command
+from pretrain.paths import new_output_path
 from pretrain.shards import assembled, is_shard_folder, read_shards
 
 PROG = "python -m pretrain.consolidate"
@@ -30,9 +31,7 @@ def consolidate(checkpoint: str, output: str | None = None) -> Path:
     folder = find_checkpoint(checkpoint)
     if not is_shard_folder(folder):
         raise UserError(f"{folder} is a single file already: use it as it is")
-    file = folder.with_name(f"{folder.stem}.consolidated.ckpt") if output is None else Path(output)
-    if file.exists():
-        raise UserError(f"{file} exists already: give another --output, or remove it first")
+    file = new_output_path(folder.with_name(f"{folder.stem}.consolidated.ckpt") if output is None else output)
     stored = read_shards(folder, with_optimizer=True)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

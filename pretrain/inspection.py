@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pretrain.atomic import locked, partial_folder, publish, write_durably
 from pretrain.checkpoint import find_checkpoint
 from pretrain.errors import UserError
-from pretrain.paths import user_path
+from pretrain.paths import output_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -231,13 +231,12 @@ def output_folder(checkpoint: str, output: str | None) -> Path:
     """Return where to write: `output`, or the folder `inspect` of the run (for a lone file, beside it).
 
     Raises:
-        UserError: the folder exists and holds other things than an earlier inspection.
+        UserError: the folder cannot be made, or exists and holds other things than an earlier inspection.
     """
-    if output is not None:
-        folder = user_path(output)
-    else:
+    if output is None:
         home = find_checkpoint(checkpoint).parent
-        folder = (home.parent if home.name == "checkpoints" else home) / "inspect"
+        output = str((home.parent if home.name == "checkpoints" else home) / "inspect")
+    folder = output_path(output)
     if folder.exists() and not _is_an_inspection(folder):
         raise UserError(f"{folder} exists and is no earlier inspection: give another --output, or remove it first")
     return folder

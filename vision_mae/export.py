@@ -11,7 +11,8 @@ from torch import nn
 
 from pretrain.atomic import locked, partial_folder, publish, readable_as_usual
 from pretrain.cli import OneLineParser
-from pretrain.errors import UserError, command
+from pretrain.errors import command
+from pretrain.paths import new_output_path
 from pretrain.reload import load_module
 from vision_mae.data.module import ImageData
 from vision_mae.encoder import ARCHITECTURES, TIMM_LAYERS, encoder_weights, timm_arguments, timm_layer, timm_names
@@ -32,20 +33,20 @@ def export(checkpoint: str, output: str) -> None:
         checkpoint: Folder of a run, or one of its checkpoints.
         output: The folder to make.
     """
+    folder = new_output_path(output)
     module, run = load_module(MaskedAutoencoderModule, checkpoint, data_class=ImageData)
-    model, folder = module.model, Path(output)
+    model = module.model
     assert isinstance(model, MaskedAutoencoder)
-    if folder.exists():
-        raise UserError(f"{output} exists already: give another --output, or remove it first")
     description = describe(module.config, run)
     with locked(folder), partial_folder(folder) as partial:
+        new_output_path(folder)  # again: another process may have made it meanwhile
         save_file(timm_names(encoder_weights(model), module.config.ffn.kind), partial / ENCODER)
         save_file({name: value.contiguous() for name, value in model.state_dict().items()}, partial / AUTOENCODER)
         for name in (ENCODER, AUTOENCODER):
             readable_as_usual(partial / name)
         (partial / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
         publish(partial, folder)
-    print(USE.format(output=output, architecture=description["architecture"], layer=description["mlp_layer"]), end="")
+    print(USE.format(output=folder, architecture=description["architecture"], layer=description["mlp_layer"]), end="")
 
 
 def describe(config: MAEConfig, run: dict[str, Any]) -> dict[str, Any]:

@@ -247,6 +247,7 @@ def test_a_checkpoint_that_lies_alone_has_its_evaluation_beside_it(run, tmp_path
         (["--tasks=arc_easy", "--data.source=x"], ["--data.source", "text"]),
         (["--data.sorce=x"], ["data.sorce"]),
         (["--output=."], ["--output . is a folder"]),
+        (["--output=empty.txt/x"], ["empty.txt/x cannot be written", "no writable folder"]),
         (["--output=broken.jsonl"], ["--output broken.jsonl exists and is no earlier evaluation"]),
         (["--tasks=arc_easy"], ["moa-pretrain[eval]"]),
     ],

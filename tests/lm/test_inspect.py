@@ -279,6 +279,7 @@ def test_mistakes_are_told_in_one_line(run_of, tmp_path, capsys):
         (["--checkpoint", str(moa), "--file", str(tmp_path / "latin.txt")], "latin.txt is no UTF-8 text (byte 3)"),
         (["--checkpoint", str(moa), "--layers", "2"], "--layers '2' has to be numbers of layers"),
         (["--checkpoint", str(moa), "--top", "0"], "--top is 0: it has to be at least 1"),
+        (["--checkpoint", str(moa), "--output", f"{tmp_path}/latin.txt/x"], "latin.txt is no writable folder"),
         (["--checkpoint", str(moa), "--output", str(precious)], "is no earlier inspection"),
     ):
         with pytest.raises(SystemExit) as stop:

@@ -67,6 +67,8 @@ def test_timm_loads_the_exported_encoder_and_gives_the_same_features(trained, tm
 def test_an_export_does_not_overwrite(trained, tmp_path):
     with pytest.raises(UserError, match="exists already"):
         export.export(str(trained.folder), str(tmp_path))
+    with pytest.raises(UserError, match="no writable folder"):
+        export.export(str(trained.folder), str(trained.folder / "config.yaml" / "exported"))
 
 
 def test_a_run_that_is_not_there(tmp_path, capsys):
