@@ -74,8 +74,8 @@ def evaluate(
         refuse("is about text, not about --tasks", stride=stride, **about_text)
         harness = import_harness()
     weights = find_checkpoint(checkpoint)
-    default = beside_run(weights, f"evaluation{'' if tasks is None else '_tasks'}.json")
-    file = output_path(output or default)
+    name = "evaluation.json" if tasks is None else "evaluation_tasks.json"
+    file = output_path(beside_run(weights, name) if output is None else output)
     check_output(file)
     module, run = load_module(LanguageModule, weights, data_class=TextData)
     text = TextData(**run["data"] | given)

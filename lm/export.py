@@ -15,7 +15,7 @@ from pretrain.atomic import locked, partial_folder, publish
 from pretrain.checkpoint import find_checkpoint, read_checkpoint
 from pretrain.cli import OneLineParser
 from pretrain.errors import UserError, command
-from pretrain.paths import output_path
+from pretrain.paths import new_output_path, output_path
 from pretrain.reload import load_module
 from pretrain.run import SUMMARY
 
@@ -32,14 +32,13 @@ def export(checkpoint: str, output: str, to: Literal["hf"] = "hf", dtype: DType 
             one to be loaded after `import lm.hf`.
         dtype: Type of the weights: float32, bfloat16 or float16.
     """
-    folder, file = output_path(output), find_checkpoint(checkpoint)
-    _check_free(folder)
+    folder, file = _free_folder(output), find_checkpoint(checkpoint)
     module, run = load_module(LanguageModule, file, data_class=TextData)
     model, tokenizer = module.model, load_tokenizer(run["data"]["tokenizer"])
     assert isinstance(model, Llama)
     step, summary = read_checkpoint(file, lazy=True).get("global_step", 0), read_summary(file)
     with locked(folder), partial_folder(folder) as partial:
-        _check_free(folder)
+        _free_folder(folder)  # again: another process may have made it meanwhile
         auto_tokenizer = write_model(model, tokenizer, partial, run["data"]["sequence_length"], dtype)
         card = model_card(module.config, run, summary, step, tokenizer, auto_tokenizer, dtype)
         (partial / "README.md").write_text(card, encoding="utf-8")
@@ -59,9 +58,11 @@ def read_summary(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"{file} is damaged ({error}): remove it to export without the measured metrics") from error
 
 
-def _check_free(folder: Path) -> None:
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists already: give another --output, or remove it first")
+def _free_folder(output: str | Path) -> Path:
+    """Return `new_output_path`, for which an empty folder will do as well."""
+    folder = output_path(output)
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    return folder if is_empty else new_output_path(folder)
 
 
 @command

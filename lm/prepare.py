@@ -7,6 +7,7 @@ from jsonargparse import ArgumentParser
 from lm.data.manifest import Manifest
 from lm.data.prepared import SHARD_TOKENS, prepare
 from pretrain.errors import UserError, command
+from pretrain.paths import output_path
 
 
 def prepare_documents(
@@ -39,7 +40,7 @@ def prepare_documents(
     """
     manifest = prepare(
         source,
-        output,
+        output_path(output),
         tokenizer,
         text_field=text_field,
         val_fraction=val_fraction,

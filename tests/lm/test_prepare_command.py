@@ -53,6 +53,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys):
     assert "source" in fails(capsys, "--output", output)
     assert "max_bad" in fails(capsys, "--source", SPEECHES, "--output", output, "--max_bad", "many")
     assert "no such file" in fails(capsys, "--source", "missing.txt", "--output", output)
+    assert "no writable folder" in fails(capsys, "--source", SPEECHES, "--output", f"{__file__}/out")
     assert "val_fraction" in fails(capsys, "--source", SPEECHES, "--output", output, "--val_fraction", "2")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text"\n')
     assert "bad.jsonl, row 2: not JSON" in fails(capsys, "--source", f"{tmp_path}/bad.jsonl", "--output", output)
